@@ -1,0 +1,15 @@
+"""ZeRO (stages 1, 2, 3) for PyTorch Lightning: ``Trainer(strategy="zero3")`` on an unmodified LightningModule.
+
+Importing this package registers the strategies ``zero1``, ``zero2`` and ``zero3`` with Lightning.
+"""
+
+__version__ = "0.1.0"
+
+from lightning_zero.config import ZeroConfig
+from lightning_zero.engine import gathered
+from lightning_zero.registry import register_everywhere
+from lightning_zero.strategy import ZeroStrategy
+
+__all__ = ["ZeroConfig", "ZeroStrategy", "__version__", "gathered"]
+
+register_everywhere()

@@ -1,0 +1,1 @@
+"""Checkpoints: what a run writes and reads."""

@@ -1,0 +1,87 @@
+"""What a user can set, with types and defaults: the only home of defaults.
+
+Imports neither torch nor omegaconf, so that reading a configuration costs nothing and Hydra can use the dataclass as it is.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+MIB = 2**20
+
+
+@dataclass(kw_only=True)
+class ZeroConfig:
+    """Settings of the ZeRO engine. Every field is also a keyword of :class:`lightning_zero.ZeroStrategy`."""
+
+    stage: int = 3
+    """0: plain data parallelism; 1: optimizer state sharded; 2: gradients too; 3: parameters too (ZeRO paper, section 5)."""
+
+    reduce_at: str | None = None
+    """When gradients are reduced under accumulation: ``window`` (summed locally, reduced once) or ``micro_batch``
+    (reduced into the shard in every backward). None: the stage's own way (0 and 1 ``window``, 2 and 3 ``micro_batch``)."""
+
+    unit_classes: tuple[str, ...] = ()
+    """Names of module classes that become units. Empty: the elements of ``nn.ModuleList`` and ``nn.Sequential``."""
+
+    leaf_classes: tuple[str, ...] = ()
+    """Names of module classes that are one unit with all that is below them (a mixture of experts, say)."""
+
+    min_unit_bytes: int = 16 * MIB
+    """Neighbouring units smaller than this (and than 1/16 of the model) are merged."""
+
+    max_unit_bytes: int = 512 * MIB
+    """Units larger than this are split at their children."""
+
+    persistence_threshold: int = 0
+    """Stage 3: parameters with at most this many elements stay whole on every rank. 0: none."""
+
+    prefetch: int = 1
+    """How many units ahead of the running one are gathered."""
+
+    tile_size: int = 256 * 1024
+    """Elements that one slice of the optimizer step touches; a multiple of 64. 0: no tiles."""
+
+    saved_tensors_hooks: bool = True
+    """Stage 3: let autograd keep where a weight is, not the weight, so that it can be freed between forward and backward.
+    ``torch.func`` transforms refuse such hooks: switch them off for those, and units stay gathered until the backward's end."""
+
+    broadcast_buffers: bool = True
+    """Rank 0's buffers are sent to all ranks before a training forward whenever a forward has changed one, as ``ddp`` does."""
+
+    def __post_init__(self) -> None:
+        self.unit_classes = tuple(self.unit_classes)
+        self.leaf_classes = tuple(self.leaf_classes)
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage={self.stage!r} is none of 0, 1, 2, 3.")
+        if self.reduce_at not in (None, "window", "micro_batch"):
+            raise ValueError(f"reduce_at={self.reduce_at!r} is none of None, 'window', 'micro_batch'.")
+        for name in ("min_unit_bytes", "max_unit_bytes", "persistence_threshold", "prefetch", "tile_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"{name}={value!r} must be a whole number, 0 or more.")
+        if self.tile_size % 64:
+            raise ValueError(f"tile_size={self.tile_size} must be a multiple of 64: optimizer kernels give other bits on other cuts.")
+        if self.min_unit_bytes > self.max_unit_bytes:
+            raise ValueError(f"min_unit_bytes={self.min_unit_bytes} is larger than max_unit_bytes={self.max_unit_bytes}.")
+
+    @classmethod
+    def field_names(cls) -> list[str]:
+        """Names of all settings, in order."""
+        return [field.name for field in fields(cls)]
+
+    @classmethod
+    def from_kwargs(cls, kwargs: dict[str, Any]) -> "ZeroConfig":
+        """Build from keywords.
+
+        Raises:
+            TypeError: a keyword is unknown; the message names the nearest valid one.
+        """
+        from difflib import get_close_matches
+
+        known = cls.field_names()
+        for name in kwargs:
+            if name not in known:
+                near = get_close_matches(name, known, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else f" Valid names: {', '.join(known)}."
+                raise TypeError(f"ZeroStrategy has no setting {name!r}.{hint}")
+        return cls(**kwargs)

@@ -1,0 +1,36 @@
+"""The module's buffers: rank 0's, as under ``ddp``."""
+
+from torch import nn
+
+from lightning_zero.engine.comm import Communicator
+
+
+class Buffers:
+    """Sends rank 0's buffers to all ranks at the start, and before a training forward whenever a forward changed one on any rank."""
+
+    def __init__(self, module: nn.Module, comm: Communicator, enabled: bool) -> None:
+        self.module, self.comm = module, comm
+        self.enabled = enabled
+        self.changed = False
+        for buffer in module.buffers():
+            comm.broadcast_(buffer)
+        self._seen = self._versions()
+
+    def _versions(self) -> list[tuple[int, int]]:
+        if not self.enabled:
+            return []
+        return [(id(buffer), -1 if buffer.is_inference() else buffer._version) for buffer in self.module.buffers()]
+
+    def changed_here(self) -> bool:
+        """Whether a buffer has changed on this rank since the last call."""
+        now = self._versions()
+        changed, self._seen = now != self._seen, now
+        return changed
+
+    def share(self) -> None:
+        """Broadcast if a backward's end has found a change."""
+        if self.enabled and self.changed:
+            self.changed = False
+            for buffer in self.module.buffers():
+                self.comm.broadcast_(buffer)
+            self._seen = self._versions()

@@ -1,0 +1,204 @@
+"""All communication of the engine: the only file that calls a collective.
+
+Gathers, reductions and control messages have process groups of their own ("lanes"), so that one kind never waits behind
+another. Two transports: point-to-point messages (gloo: its own collectives are several times slower, and tags keep
+messages of ranks that have parted from being taken for one another) and NCCL's collectives.
+
+A reduction is *exact*: an all-to-all in the wire dtype, then a local sum in fp32, in rank order. It loses no precision and
+gives the same bits for every way of sharding.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from lightning_zero.engine.lanes import Handle, Lane
+from lightning_zero.engine.peers import Peers
+
+Bounds = Sequence[tuple[int, int]]
+"""Start and stop of each rank's part of a flat tensor, in rank order."""
+
+
+class Communicator:
+    """The ranks that share one model. Collective: every rank of the default process group constructs it."""
+
+    def __init__(self, device: torch.device, timeout: timedelta = timedelta(minutes=30)) -> None:
+        self.device = device
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.traffic = dict.fromkeys(("gather", "reduce", "control", "other"), 0)
+        self.nccl = device.type == "cuda" and dist.get_backend() == "nccl"
+        backend = "nccl" if self.nccl else "gloo"
+        self.peers = Peers(distributed_c10d._get_default_store(), self.rank, self.world_size)
+        self._lanes = {
+            name: Lane(name, dist.new_group(backend="gloo" if name == "control" else backend, timeout=timeout), self.peers)
+            for name in ("gather", "reduce", "control")
+        }
+        self._closed = False
+
+    # ------------------------------------------------------------------ gather and reduce
+
+    def all_gather(self, full: Tensor, bounds: Bounds, what: str, kind: str = "gather") -> Handle:
+        """Fill ``full`` (1-D): each rank has written its own part, the others' arrive. Asynchronous.
+
+        ``what`` names the operation in errors and keeps ranks that have parted from mixing up messages.
+        """
+        low, high = bounds[self.rank]
+        self._count(kind, (high - low) * (self.world_size - 1))
+        lane = self._lanes["reduce" if kind == "reduce" else "gather"]
+        if self.nccl:
+            if len({stop - start for start, stop in bounds}) == 1:
+                works = [dist.all_gather_into_tensor(full, full[low:high], group=lane.group, async_op=True)]
+            else:
+                parts = enumerate(bounds)
+                works = [dist.broadcast(full[a:b], rank, group=lane.group, async_op=True) for rank, (a, b) in parts]
+            return lane.submit(works, what)
+        tag = lane.tag(what)
+        host = full.cpu()  # gloo's messages lie in host memory; on CPU this is the tensor itself
+        works = []
+        for peer in self._peers_in_turn():
+            start, stop = bounds[peer]
+            if stop > start:
+                works.append(dist.irecv(host[start:stop], peer, lane.group, tag))
+            if high > low:
+                works.append(dist.isend(host[low:high], peer, lane.group, tag))
+        return lane.submit(works, what, None if host is full else lambda: full.copy_(host))
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, receive: Tensor, bounds: Bounds, what: str) -> Handle:
+        """Write the mean over the ranks of this rank's part of ``full`` to ``out``. Asynchronous: ``out`` is written in ``wait``.
+
+        Args:
+            out: 1-D, the sum's dtype (fp32 for 16-bit gradients), as long as this rank's part.
+            full: 1-D, the wire dtype.
+            receive: 1-D, the wire dtype, ``world_size - 1`` parts long; in use until ``wait`` returns.
+        """
+        low, high = bounds[self.rank]
+        size = high - low
+        self._count("reduce", sum(b - a for a, b in bounds) - size)
+        lane = self._lanes["reduce"]
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        parts = {rank: receive[i * size : (i + 1) * size] for i, rank in enumerate(others)}
+        parts[self.rank] = full[low:high]
+        if self.nccl:
+            sends = [full[start:stop] if rank != self.rank else full[:0] for rank, (start, stop) in enumerate(bounds)]
+            receives = [parts[rank] if rank != self.rank else receive[:0] for rank in range(self.world_size)]
+            works = [dist.all_to_all(receives, sends, group=lane.group, async_op=True)]
+        else:
+            tag = lane.tag(what)
+            host = full.cpu()
+            parts = {rank: part.cpu() for rank, part in parts.items()}
+            works = []
+            for peer in self._peers_in_turn() if size else ():
+                start, stop = bounds[peer]
+                works.append(dist.irecv(parts[peer], peer, lane.group, tag))
+                works.append(dist.isend(host[start:stop], peer, lane.group, tag))
+        return lane.submit(works, what, lambda: self._sum(out, parts))
+
+    def nothing(self) -> Handle:
+        """An operation that is complete."""
+        return self._lanes["gather"].submit([], "nothing")
+
+    def _sum(self, out: Tensor, parts: dict[int, Tensor]) -> None:
+        out.copy_(parts[0])
+        for rank in range(1, self.world_size):
+            out.add_(parts[rank].to(out.device))
+        if self.world_size > 1:
+            out.mul_(1.0 / self.world_size)
+
+    def _peers_in_turn(self) -> list[int]:
+        """The other ranks, each rank beginning with the next: no rank is everybody's first."""
+        return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
+
+    # ------------------------------------------------------------------ control
+
+    def broadcast_(self, tensor: Tensor, src: int = 0) -> None:
+        """Overwrite ``tensor`` with rank ``src``'s, in place."""
+        if self.world_size == 1 or not tensor.numel():
+            return
+        self._count("other", tensor.numel() if self.rank == src else 0)
+        lane = self._lanes["gather"]
+        tag = lane.tag("broadcast")
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # bytes: not every dtype can be sent
+        host = flat if self.nccl else flat.cpu()
+        if self.nccl:
+            works = [dist.broadcast(host, src, group=lane.group, async_op=True)]
+        elif self.rank == src:
+            works = [dist.isend(host, peer, lane.group, tag) for peer in self._peers_in_turn()]
+        else:
+            works = [dist.irecv(host, src, lane.group, tag)]
+        lane.submit(works, "broadcast").wait()
+        if host.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(host.view(tensor.dtype).view(tensor.shape))
+
+    def all_reduce(self, tensor: Tensor, op: str, what: str) -> Handle:
+        """Reduce a small CPU tensor over the ranks in place, ``op`` ``"max"`` or ``"sum"``. Asynchronous."""
+        self._count("control", tensor.numel())
+        reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+        lane = self._lanes["control"]
+        works = [dist.all_reduce(tensor, reduce_op, group=lane.group, async_op=True)] if self.world_size > 1 else []
+        lane.tag(what)
+        return lane.submit(works, what)
+
+    def gather_pieces(self, own: Tensor, out: Tensor | None, bounds: Bounds, dst: int, what: str) -> None:
+        """Collect every rank's piece of a tensor on rank ``dst``; only there ``out`` (1-D, CPU) is given and written."""
+        lane = self._lanes["control"]
+        tag = lane.tag(what)
+        works = []
+        own = own.detach().reshape(-1).cpu()
+        if self.rank != dst:
+            if own.numel():
+                works.append(dist.isend(own, dst, lane.group, tag))
+                self._count("other", own.numel())
+        else:
+            assert out is not None
+            for rank, (start, stop) in enumerate(bounds):
+                if rank == dst:
+                    out[start:stop].copy_(own)
+                elif stop > start:
+                    works.append(dist.irecv(out[start:stop], rank, lane.group, tag))
+        lane.submit(works, what).wait()
+
+    def agree(self, message: str | None) -> None:
+        """Raise the same error on all ranks if any of them has one.
+
+        Raises:
+            RuntimeError: names the ranks and what each of them found.
+        """
+        found: list[str | None] = [message]
+        if self.world_size > 1:
+            anything = torch.tensor([int(message is not None)])
+            self.all_reduce(anything, "max", "agreement").wait()
+            if not anything.item():
+                return
+            # all ranks are here now, so that an unwatched collective cannot hang
+            found = [None] * self.world_size
+            dist.all_gather_object(found, message, group=self._lanes["control"].group)
+        texts = {f"rank {rank}: {text}" for rank, text in enumerate(found) if text is not None}
+        if texts:
+            raise RuntimeError("\n".join(sorted(texts)))
+
+    # ------------------------------------------------------------------ life
+
+    def at(self, step: int) -> None:
+        """Say which step this rank is in, for errors."""
+        self.peers.step = step
+
+    def fail(self, message: str) -> None:
+        """Tell the peers that this rank will not go on; no collective."""
+        self.peers.fail(message)
+
+    def close(self) -> None:
+        """Give up the groups; no collective, may be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        for lane in self._lanes.values():
+            lane.close()
+
+    def _count(self, kind: str, elements: int) -> None:
+        if self.world_size > 1:
+            self.traffic[kind] += elements
+

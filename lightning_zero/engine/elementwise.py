@@ -1,0 +1,91 @@
+"""Which optimizers may run on slices of parameters.
+
+An optimizer that treats every element by itself gives the same bits on slices. Others (norms of a matrix, orthogonalisation, line searches)
+do not, and are refused.
+"""
+
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+STOCK = {
+    cls
+    for name in "SGD Adam AdamW Adagrad Adadelta Adamax NAdam RAdam RMSprop Rprop ASGD".split()
+    if (cls := getattr(torch.optim, name, None)) is not None
+}
+"""torch's own element-wise optimizers. They keep their state in ``state[p]`` and never write to their groups."""
+
+REASONS = {
+    "LBFGS": "its line search needs inner products of whole gradients and calls the closure several times a step",
+    "SparseAdam": "it needs sparse gradients, and reduced gradients are dense",
+    "Muon": "it orthogonalises whole matrices",
+    "Adafactor": "it factors whole matrices",
+}
+
+
+def is_stock(optimizer: Optimizer) -> bool:
+    """Whether the optimizer is exactly one of torch's element-wise ones."""
+    return type(optimizer) in STOCK
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that would compute something else on slices than on the whole.
+
+    Unknown classes are tried: three steps on a small matrix against the same on its tiles.
+
+    Raises:
+        ValueError: names the class and the reason.
+    """
+    kind = type(optimizer)
+    if is_stock(optimizer):
+        return
+    reason = next((REASONS[base.__name__] for base in kind.__mro__ if base.__module__.startswith("torch.optim") and base.__name__ in REASONS), None)
+    if reason is None and not any(group["params"] for group in optimizer.param_groups):
+        return
+    if reason is None:
+        reason = _try(optimizer)
+    if reason is not None:
+        raise ValueError(
+            f"{kind.__name__} cannot run on sharded parameters: {reason}. Use an element-wise optimizer "
+            "(SGD, Adam, AdamW, Adagrad, RMSprop, NAdam, Lion, ...), or strategy='ddp'."
+        )
+
+
+def _try(optimizer: Optimizer) -> str | None:
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(16, 64, generator=generator)
+    grads = [torch.randn(16, 64, generator=generator) for _ in range(3)]
+    # half of the rows, so that a norm or a mean over the tensor shows
+    cut = 8 * 64
+    flat = whole.clone().reshape(-1)
+    tiles = [flat[:cut], flat[cut:]]
+    try:
+        _run(optimizer, [whole], [[grad] for grad in grads])
+        _run(optimizer, tiles, [[grad.reshape(-1)[:cut], grad.reshape(-1)[cut:]] for grad in grads])
+    except Exception as error:  # noqa: BLE001 - whatever a foreign optimizer raises is the reason
+        return f"a trial step on slices of a tensor failed with {type(error).__name__}: {error}"
+    if not torch.equal(whole.reshape(-1), flat):
+        return "a trial step gives other numbers on slices of a tensor than on the whole: it is not element-wise"
+    return None
+
+
+def _run(optimizer: Optimizer, params: list[Tensor], grads: list[list[Tensor]]) -> None:
+    """Steps of a copy of the optimizer (its options, none of its state) on ``params``."""
+    twin: Any = object.__new__(type(optimizer))
+    twin.__dict__.update({key: _shallow(value) for key, value in optimizer.__dict__.items() if key != "step"})
+    group = next(group for group in optimizer.param_groups if group["params"])
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        twin.__dict__[hooks] = OrderedDict()
+    twin.param_groups = [{**group, "params": params}]
+    twin.state = defaultdict(dict)
+    for step in grads:
+        for param, grad in zip(params, step, strict=True):
+            param.grad = grad.clone()
+        twin.step()
+
+
+def _shallow(value: Any) -> Any:
+    return value.copy() if isinstance(value, dict | list | set) else value

@@ -1,0 +1,395 @@
+"""The engine: one module, sharded over the ranks of a communicator."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.config import ZeroConfig
+from lightning_zero.engine import state
+from lightning_zero.engine.buffer import Pool
+from lightning_zero.engine.buffers import Buffers
+from lightning_zero.engine.comm import Communicator
+from lightning_zero.engine.elementwise import check_elementwise
+from lightning_zero.engine.grouping import make_units
+from lightning_zero.engine.guard import Place
+from lightning_zero.engine.hooks import Hooks
+from lightning_zero.engine.modes import unseen
+from lightning_zero.engine.net import Net
+from lightning_zero.engine.norm import scale_, total_norm
+from lightning_zero.engine.optim import ShardedOptimizer, own_gradient
+from lightning_zero.engine.reducer import Reducer
+from lightning_zero.engine.residency import Residency, in_backward
+from lightning_zero.engine.stages import stage_row
+from lightning_zero.engine.uneven import Uneven
+from lightning_zero.engine.unit import Flat, ParamState, Unit, make_flats
+
+
+class Engine:
+    """Shards ``module`` and runs forward, backward and step on it.
+
+    Collective: all ranks construct it with the same module; rank 0's parameters and buffers win.
+
+    Args:
+        module: any module; it is changed in place (hooks, parameters' storage) until :meth:`release`.
+        config: stage, unit sizes and the rest.
+        comm: the ranks.
+        compute_dtype: dtype of a parameter in the forward; None: its own. Masters keep the user's dtype (fp32 for 16-bit parameters).
+
+    Raises:
+        ValueError: a parameter has no values or no storage yet (lazy, meta), or the configuration does not fit the module.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: ZeroConfig,
+        comm: Communicator,
+        compute_dtype: Callable[[nn.Parameter], torch.dtype] | None = None,
+    ) -> None:
+        self.module, self.config, self.comm = module, config, comm
+        self.events: list[tuple[Any, ...]] | None = None
+        self.steps = 0
+        self.released = False
+        self._depth = 0
+        self._optimizers: dict[int, ShardedOptimizer] = {}
+        row = stage_row(config.stage, config.reduce_at)  # type: ignore[arg-type]
+        self.pool = Pool(comm.device)
+        self.units = self._make_units(row.shard_parameters, not row.shard_optimizer, compute_dtype)
+        # outlives the release: the optimizer state is still asked for then
+        self._homes = {id(p): (flat, i) for unit in self.units for flat in unit.flats for i, p in enumerate(flat.params)}
+        self.residency = Residency(self.units, config.prefetch, self.record)
+        self.reducer = Reducer(self.units, comm, self.pool, row.reduce_at == "window", self.record)
+        self.uneven = Uneven(self.units, self.residency, comm)
+        self.buffers = Buffers(module, comm, config.broadcast_buffers)
+        self._uses_net = config.saved_tensors_hooks and any(unit.sharded for unit in self.units)
+        self._hooks = Hooks(self)
+        self._hooks.attach(module)
+        self.residency.reshard_all()
+        self.pool.trim()
+        comm.at(0)
+
+    def _make_units(self, shard: bool, owns_all: bool, compute_dtype: Callable[[nn.Parameter], torch.dtype] | None) -> list[Unit]:
+        for name, param in self.module.named_parameters():
+            if isinstance(param, nn.parameter.UninitializedParameter) or param.is_meta:
+                raise ValueError(f"Parameter {name!r} has no values yet: initialise lazy and meta modules first.")
+        dtypes = {id(p): compute_dtype(p) if compute_dtype else p.dtype for p in self.module.parameters()}
+        units = []
+        for index, spec in enumerate(make_units(self.module, self.config)):
+            sharded = shard and not spec.persistent
+            flats = make_flats(spec, dtypes, self.comm, self.pool, not sharded, owns_all)
+            units.append(Unit(index, spec, flats, sharded))
+            for flat in flats:
+                for number, param in enumerate(flat.params):
+                    param._zero_place = Place(self, units[-1], flat, number, type(param))  # type: ignore[attr-defined]
+                flat.note_versions()
+        return units
+
+    def record(self, *event: Any) -> None:
+        """Note an event if anybody listens (set :attr:`events` to a list)."""
+        if self.events is not None:
+            self.events.append(event)
+
+    # ------------------------------------------------------------------ forward
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward: parameters can be read, and what autograd saves of them does not keep them whole. Re-entrant."""
+        outermost = self._depth == 0
+        self._depth += 1
+        try:
+            if outermost:
+                self._enter_step()
+            with Net(self.units, self.need) if outermost and self._uses_net else nullcontext():
+                yield
+        finally:
+            self._depth -= 1
+        # not after an exception: a rank that fails alone must not wait for the others
+        if outermost and not torch.is_grad_enabled() and not in_backward():
+            self.residency.reshard_all()
+
+    def _enter_step(self) -> None:
+        if torch.is_grad_enabled():
+            self._hooks.watch_gradients()
+            self.buffers.share()
+        if not in_backward():
+            # both: a training step may hold forwards without gradients (a teacher)
+            self.residency.trace.begin("train")
+            self.residency.trace.begin("eval")
+        for unit in self.units:
+            if unit.is_root or not unit.modules:
+                self.residency.unshard(unit)
+
+    @unseen
+    def pre_forward(self, unit: Unit) -> None:
+        """A module of the unit is about to run."""
+        self.need(unit)
+        unit.active += 1
+        self.record("forward", unit.name)
+
+    @unseen
+    def post_forward(self, unit: Unit, last: bool, failed: bool) -> None:
+        """A module of the unit has run (the last one of the unit or another), or ended in an exception."""
+        unit.active = max(0, unit.active - 1)
+        self.record("forward_done", unit.name)
+        if failed or not last or in_backward():
+            # a recompute: its backward follows at once
+            return
+        if torch.is_grad_enabled() and self.residency.trace.is_last("train", unit.index):
+            return
+        self.residency.reshard(unit)
+
+    @unseen
+    def need(self, unit: Unit) -> None:
+        """Make a unit readable."""
+        self.residency.need(unit)
+
+    @unseen
+    def read(self, unit: Unit, name: str) -> None:
+        """Somebody reads a parameter that is not here.
+
+        Raises:
+            RuntimeError: outside a step a read is not known to happen on all ranks.
+        """
+        if unit.state is ParamState.GATHERING:
+            self.residency.arrive(unit)
+        elif self._depth or in_backward():
+            self.residency.unshard(unit)
+        else:
+            raise RuntimeError(
+                f"Parameter {name!r} is sharded: its values are not on this rank outside a training, validation, test or predict step. "
+                "Read or change it on all ranks inside `with lightning_zero.gathered(module):`."
+            )
+
+    # ------------------------------------------------------------------ backward
+
+    @contextmanager
+    def backward(self, last: bool = True) -> Iterator[None]:
+        """Around ``loss.backward()``; afterwards gradients are final.
+
+        Args:
+            last: whether this is the accumulation window's last micro-batch (others are only summed locally where the stage reduces
+                at the window's end).
+        """
+        self._hooks.watch_gradients()
+        self._depth += 1
+        outermost = not self.reducer.active
+        if outermost:
+            self._begin_backward(last)
+        try:
+            with Net(self.units, self.need) if self._uses_net else nullcontext():
+                yield
+        except BaseException:
+            self.reducer.abort()
+            raise
+        finally:
+            self._depth -= 1
+        if outermost:
+            self._end_backward()
+
+    def _begin_backward(self, last: bool) -> None:
+        self.residency.trace.begin("backward")
+        self.reducer.begin(last)
+
+    def _end_backward(self) -> None:
+        if self.reducer.active:
+            self.buffers.changed = self.reducer.end(self.buffers.changed_here())
+            self.record("backward_end", "")
+            self.residency.reshard_all()
+
+    @unseen
+    def grad_ready(self, unit: Unit, flat: Flat, index: int) -> None:
+        """Autograd has added to a parameter's gradient."""
+        if not self.reducer.active:
+            # the user's own loss.backward()
+            self._begin_backward(last=True)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if self.reducer.accumulate(unit, flat, index):
+            self.record("backward_done", unit.name)
+            self.reducer.ready(unit)
+            if not unit.is_root:
+                self.residency.reshard(unit)
+
+    # ------------------------------------------------------------------ step
+
+    def sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
+        """The sharded side of a user's optimizer."""
+        if id(optimizer) not in self._optimizers:
+            check_elementwise(optimizer)
+            self._optimizers[id(optimizer)] = ShardedOptimizer(optimizer, self.locate, self.config.tile_size)
+        return self._optimizers[id(optimizer)]
+
+    @staticmethod
+    def check_optimizer(optimizer: Optimizer) -> None:
+        """Refuse an optimizer that is not element-wise.
+
+        Raises:
+            ValueError: names the class and the reason.
+        """
+        check_elementwise(optimizer)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Step the optimizer once on the shards and bring whole parameters up to date."""
+        for unit in self.units:
+            self.residency.arrive(unit)
+            if unit.state is ParamState.UNSHARDED:
+                for flat in unit.flats:
+                    flat.keep_writes()
+        changed = self.sharded(optimizer).step()
+        self.steps += 1
+        self.comm.at(self.steps)
+        for unit in self.units:
+            flats = [flat for flat in unit.flats if id(flat) in changed]
+            if flats:
+                self._after_step(unit, flats)
+        if self._depth:
+            # manual optimization: the forward goes on
+            for unit in self.units:
+                if unit.is_root:
+                    self.residency.unshard(unit)
+        self.pool.trim()
+
+    def _after_step(self, unit: Unit, flats: list[Flat]) -> None:
+        for flat in flats:
+            # autograd must notice that a graph from before the step holds other weights
+            torch.autograd.graph.increment_version(flat.params)
+            flat.note_versions()
+        self.residency.reshard(unit)
+        if unit.state is not ParamState.SHARDED:
+            self.residency.publish(unit, flats)
+
+    def _gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
+        """This rank's parts of the optimizer's gradients: those that are sharded, and those that every rank has whole."""
+        shared: list[Tensor] = []
+        private: list[Tensor] = []
+        for param in {id(p): p for group in optimizer.param_groups for p in group["params"]}.values():
+            home = self.locate(param)
+            if home is None:
+                if param.grad is not None:
+                    private.append(param.grad.detach().reshape(-1))
+                continue
+            own = own_gradient(*home, param)
+            if own is not None:
+                (private if home[0].owns_all else shared).append(own)
+        return shared, private
+
+    def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
+        """Scale the optimizer's gradients to a global 2-norm of at most ``max_norm``; returns the norm before (0-dim fp32). Collective."""
+        shared, private = self._gradients(optimizer)
+        norm = total_norm(shared, private, self.comm)
+        scale_([*shared, *private], norm, max_norm)
+        return norm
+
+    def clip_grad_value_(self, optimizer: Optimizer, clip_value: float) -> None:
+        """Clamp the optimizer's gradients to [-clip_value, clip_value]."""
+        with torch.no_grad():
+            for tensors in self._gradients(optimizer):
+                for tensor in tensors:
+                    tensor.clamp_(-clip_value, clip_value)
+
+    # ------------------------------------------------------------------ whole parameters
+
+    def locate(self, param: nn.Parameter) -> tuple[Flat, int] | None:
+        """The flat buffer and index of a parameter; None if it is not the engine's."""
+        return self._homes.get(id(param))
+
+    def managed(self, param: nn.Parameter) -> bool:
+        """Whether the parameter is one of the module's."""
+        return self.locate(param) is not None
+
+    @contextmanager
+    def gathered(self, module: nn.Module, modifier_rank: int | None = 0) -> Iterator[None]:
+        """Parameters of ``module`` (and of the units they are in) are whole inside; at exit ``modifier_rank``'s values win. Collective."""
+        chosen = {place.unit.index for p in module.parameters() if (place := getattr(p, "_zero_place", None)) is not None}
+        units = [self.units[index] for index in sorted(chosen)]
+        try:
+            for unit in units:
+                self.residency.unshard(unit)
+                unit.active += 1
+            yield
+            if modifier_rank is not None:
+                for flat in (flat for unit in units for flat in unit.flats):
+                    state.take_over(flat, modifier_rank)
+        finally:
+            for unit in units:
+                unit.active -= 1
+                self.residency.reshard(unit)
+
+    def named_full_parameters(self, dst: int = 0) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+        """Every parameter with its whole master value, in the user's dtype on the CPU of rank ``dst``, None elsewhere. Collective."""
+        for flat in self._flats():
+            yield from state.full_parameters(flat, dst)
+
+    def load_parameters(self, values: Mapping[int, Tensor]) -> None:
+        """Overwrite parameters: ``id(param)`` -> whole tensor, the same on all ranks."""
+        for unit in self.units:
+            self.residency.arrive(unit)
+            for flat in unit.flats:
+                state.load(flat, values, unit.state is ParamState.UNSHARDED)
+
+    def optimizer_state(self, optimizer: Optimizer, dst: int = 0) -> dict[str, Any] | None:
+        """What ``optimizer.state_dict()`` would be without sharding, on rank ``dst``; None elsewhere. Collective."""
+        return state.optimizer_state(self.sharded(optimizer), self.comm, dst)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`optimizer_state` or ``optimizer.state_dict()`` gave, the same on all ranks.
+
+        Raises:
+            ValueError: groups or their sizes differ from the optimizer's.
+        """
+        state.load_optimizer_state(self.sharded(optimizer), state_dict)
+
+    def release(self, whole: bool) -> None:
+        """Take the engine off the module.
+
+        Args:
+            whole: leave plain, whole parameters in the user's dtype on every rank (collective); otherwise, without any communication, what is
+                sharded stays so, and reading it raises.
+        """
+        if self.released:
+            return
+        self.released = True
+        self._hooks.detach()
+        for unit in self.units:
+            if whole:
+                self.residency.arrive(unit)
+                state.restore(unit)
+        for optimizer in self._optimizers.values():
+            optimizer.forget_masters()
+
+    def missing_bytes(self) -> int:
+        """Bytes that this rank needs in addition for plain, whole parameters (an upper bound: units are restored one by one)."""
+        flats = [flat for unit in self.units for flat in unit.flats]
+        return sum(p.numel() * flat.user_dtype.itemsize for flat in flats if not flat.aliased for p in flat.params)
+
+    def _flats(self) -> Iterator[Flat]:
+        for unit in self.units:
+            self.residency.arrive(unit)
+            yield from unit.flats
+
+    def memory(self) -> dict[str, int]:
+        """Live bytes on this rank by kind; ``buffers`` are free ones that the pool keeps for reuse."""
+        flats = [flat for unit in self.units for flat in unit.flats]
+        return {
+            "parameters": sum(flat.buffer.nbytes for flat in flats if flat.buffer.allocated),
+            "master": sum(flat.shard.nbytes for flat in flats if not flat.aliased),
+            "gradients": sum(t.nbytes for flat in flats for t in (flat.local, flat.backing) if t is not None),
+            "optimizer": sum(optimizer.nbytes() for optimizer in self._optimizers.values()),
+            "buffers": self.pool.nbytes(),
+        }
+
+
+def gathered(module: nn.Module, modifier_rank: int | None = 0) -> Any:
+    """Context manager in which the parameters of ``module`` are whole, on all ranks.
+
+    Collective: every rank enters it. Values may be read and changed; at exit those of ``modifier_rank`` win and go back into the shards (None:
+    values are only read, and nothing is sent back). A module that is not sharded is left as it is.
+    """
+    for param in module.parameters():
+        place = getattr(param, "_zero_place", None)
+        if place is not None:
+            return place.owner.gathered(module, modifier_rank)
+    return nullcontext()

@@ -1,0 +1,142 @@
+"""Cutting a model into units: which parameters are gathered and reduced together, and which modules they serve."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from lightning_zero.config import ZeroConfig
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules without a forward of their own: hooks on them would never run."""
+
+
+@dataclass
+class UnitSpec:
+    """A unit to be: its name (the first module's), the modules whose forward needs it, and its named parameters."""
+
+    name: str
+    modules: list[nn.Module]
+    params: dict[str, nn.Parameter] = field(default_factory=dict)
+    is_root: bool = False
+    persistent: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameters, in the user's dtype."""
+        return sum(p.numel() * p.element_size() for p in self.params.values())
+
+
+def make_units(module: nn.Module, config: ZeroConfig) -> list[UnitSpec]:
+    """Cut ``module`` into units (DESIGN: blocks, merged or split to size; large layers alone; the rest is the root).
+
+    Returns:
+        The root unit first, then the others in the order of ``module.named_modules()``. Every parameter is in exactly one
+        of them; one that two units share is in the root.
+
+    Raises:
+        ValueError: a class named in the configuration does not occur in the module.
+    """
+    _check_classes(module, config)
+    total = sum(p.numel() * p.element_size() for p in module.parameters())
+    specs = [UnitSpec(name, [block]) for name, block in _blocks(module, config)]
+    covered = {id(m) for spec in specs for m in spec.modules[0].modules()}
+    largest = max((_nbytes(spec.modules[0]) for spec in specs), default=0)
+    specs += _large_layers(module, covered, max(largest, config.min_unit_bytes))
+    names = {name: place for place, (name, _) in enumerate(module.named_modules())}
+    specs.sort(key=lambda spec: names[spec.name])
+    root = UnitSpec("", [module], is_root=True)
+    _assign(module, root, specs)
+    small = UnitSpec("(persistent)", [], persistent=True)
+    if config.stage == 3 and config.persistence_threshold:
+        _set_apart(small, [root, *specs], config.persistence_threshold)
+    merged = _merge([spec for spec in specs if spec.params], min(config.min_unit_bytes, total // 16))
+    return [spec for spec in (root, small) if spec.params] + merged
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def _check_classes(module: nn.Module, config: ZeroConfig) -> None:
+    present = {type(m).__name__ for m in module.modules()}
+    for option in ("unit_classes", "leaf_classes"):
+        for name in getattr(config, option):
+            if name not in present:
+                raise ValueError(f"{option} names {name!r}, but no module of that class is in {type(module).__name__}.")
+
+
+def _blocks(module: nn.Module, config: ZeroConfig) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that become units, outermost first, none inside another."""
+
+    def walk(name: str, parent: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        listed = isinstance(parent, nn.ModuleList | nn.Sequential) and not config.unit_classes
+        for key, child in parent.named_children():
+            path = f"{name}.{key}" if name else key
+            kind = type(child).__name__
+            is_leaf = kind in config.leaf_classes
+            wanted = is_leaf or kind in config.unit_classes or listed and not isinstance(child, CONTAINERS)
+            size = _nbytes(child)
+            if wanted and size and (is_leaf or size <= config.max_unit_bytes or not any(child.children())):
+                yield path, child
+            elif size:
+                yield from walk(path, child)
+
+    return walk("", module)
+
+
+def _large_layers(module: nn.Module, covered: set[int], threshold: int) -> list[UnitSpec]:
+    """Layers outside the blocks (an embedding, an output layer) that are larger than a block."""
+    return [
+        UnitSpec(name, [layer])
+        for name, layer in module.named_modules()
+        if id(layer) not in covered
+        and name
+        and not isinstance(layer, CONTAINERS)
+        and sum(p.numel() * p.element_size() for p in layer.parameters(recurse=False)) > threshold
+    ]
+
+
+def _assign(module: nn.Module, root: UnitSpec, specs: list[UnitSpec]) -> None:
+    """Fill in the parameters; what two units share, and what no unit has, goes to the root."""
+    owners: dict[int, set[int]] = defaultdict(set)
+    place = {id(m): i for i, spec in enumerate(specs) for m in _own_modules(spec, specs)}
+    for child in module.modules():
+        for param in child.parameters(recurse=False):
+            owners[id(param)].add(place.get(id(child), -1))
+    for name, param in module.named_parameters():
+        homes = owners[id(param)]
+        spec = specs[next(iter(homes))] if len(homes) == 1 and -1 not in homes else root
+        spec.params[name] = param
+
+
+def _own_modules(spec: UnitSpec, specs: list[UnitSpec]) -> Iterator[nn.Module]:
+    """The modules below a unit's own, other units excepted."""
+    others = {id(other.modules[0]) for other in specs if other is not spec}
+
+    def walk(parent: nn.Module) -> Iterator[nn.Module]:
+        yield parent
+        for child in parent.children():
+            if id(child) not in others:
+                yield from walk(child)
+
+    return walk(spec.modules[0])
+
+
+def _set_apart(small: UnitSpec, specs: list[UnitSpec], threshold: int) -> None:
+    for spec in specs:
+        for name in [name for name, p in spec.params.items() if p.numel() <= threshold]:
+            small.params[name] = spec.params.pop(name)
+
+
+def _merge(specs: list[UnitSpec], threshold: int) -> list[UnitSpec]:
+    """Join neighbours until each unit is at least ``threshold`` bytes."""
+    merged: list[UnitSpec] = []
+    for spec in specs:
+        if merged and merged[-1].nbytes < threshold:
+            merged[-1].modules += spec.modules
+            merged[-1].params |= spec.params
+        else:
+            merged.append(spec)
+    return merged

@@ -1,0 +1,154 @@
+"""What a parameter is while its values are not here.
+
+While a unit is sharded its parameters change class. The class answers questions about the parameter (shape, dtype, gradient,
+hooks, identity) as before; anything that needs the values asks the engine first, which gathers the unit inside a step and
+raises outside one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine.unit import Flat, Unit
+
+
+class Owner(Protocol):
+    """The engine, as a parameter sees it."""
+
+    def read(self, unit: Unit, name: str) -> None:
+        """Make the unit's parameters readable or raise."""
+
+
+class Place:
+    """Where a parameter belongs; it hangs on the parameter as ``_zero_place``."""
+
+    __slots__ = ("flat", "index", "owner", "plain", "unit")
+
+    def __init__(self, owner: Owner, unit: Unit, flat: Flat, index: int, plain: type[nn.Parameter]) -> None:
+        self.owner, self.unit, self.flat, self.index, self.plain = owner, unit, flat, index, plain
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in the module."""
+        return self.flat.names[self.index]
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copied parameter belongs to no engine."""
+
+    def __reduce__(self) -> Any:
+        """Nor does an unpickled one."""
+        return (_nothing, ())
+
+
+def _nothing() -> None:
+    return None
+
+
+_PROPERTIES = (
+    "shape ndim dtype device layout requires_grad grad is_leaf grad_fn names itemsize nbytes output_nr retains_grad "
+    "is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_mps is_xla is_xpu is_ipu is_hpu is_mtia is_maia is_vulkan "
+    "_version _backward_hooks _post_accumulate_grad_hooks name volatile grad_dtype"
+).split()
+_METHODS = (
+    "size dim numel nelement stride storage_offset element_size is_contiguous is_floating_point is_complex is_signed is_inference "
+    "is_shared is_pinned get_device requires_grad_ register_hook register_post_accumulate_grad_hook untyped_storage "
+    "_is_view ndimension dim_order __hash__ __len__ _is_zerotensor is_conj is_neg retain_grad type_as_metadata"
+).split()
+
+
+def _metadata() -> set[Any]:
+    allowed: set[Any] = set()
+    for name in _PROPERTIES:
+        prop = getattr(Tensor, name, None)
+        if prop is not None and hasattr(prop, "__get__"):
+            allowed.add(prop.__get__)
+            if name in ("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"):
+                allowed.add(prop.__set__)
+                if hasattr(prop, "__delete__"):
+                    allowed.add(prop.__delete__)
+    allowed |= {getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)}
+    allowed |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch.is_tensor, torch.get_device}
+    allowed |= {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like, torch.randint_like}
+    allowed |= {Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full}
+    return allowed
+
+
+METADATA = _metadata()
+"""Functions that need nothing but metadata."""
+
+_REFUSED = {"__deepcopy__": "copy", "__reduce_ex__": "pickle"}
+
+
+def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    if func not in METADATA:
+        for place in _places(args, kwargs):
+            place.owner.read(place.unit, place.name)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
+
+
+def _places(args: Any, kwargs: Any) -> list[Place]:
+    found: list[Place] = []
+
+    def look(value: Any) -> None:
+        if isinstance(value, Tensor):
+            if getattr(type(value), "_zero_guarded", False):
+                found.append(value._zero_place)  # type: ignore[attr-defined]
+        elif isinstance(value, list | tuple):
+            for item in value:
+                look(item)
+        elif isinstance(value, dict):
+            for item in value.values():
+                look(item)
+
+    look(args)
+    look(kwargs)
+    return found
+
+
+def _repr(self: Any) -> str:
+    return f"Parameter {self._zero_place.name!r} (sharded, shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
+
+
+def _read_first(name: str) -> Any:
+    def method(self: Any, *args: Any) -> Any:
+        place = self._zero_place
+        place.owner.read(place.unit, place.name)
+        return getattr(self, name)(*args)
+
+    return method
+
+
+_classes: dict[type, type] = {}
+
+
+def guarded_class(plain: type) -> type:
+    """The class that a parameter of class ``plain`` has while it is sharded."""
+    if plain not in _classes:
+        body = {
+            "__torch_function__": classmethod(_torch_function),
+            "__repr__": _repr,
+            "__deepcopy__": _read_first("__deepcopy__"),
+            "__reduce_ex__": _read_first("__reduce_ex__"),
+            "_zero_guarded": True,
+            "__module__": plain.__module__,
+        }
+        _classes[plain] = type(plain)(f"Sharded{plain.__name__}", (plain,), body)
+    return _classes[plain]
+
+
+def guard(unit: Unit) -> None:
+    """Put the guard on all parameters of a unit."""
+    for flat in unit.flats:
+        for param in flat.params:
+            param.__class__ = guarded_class(param._zero_place.plain)  # type: ignore[attr-defined]
+
+
+def unguard(unit: Unit) -> None:
+    """Give the parameters their own class back."""
+    for flat in unit.flats:
+        for param in flat.params:
+            param.__class__ = param._zero_place.plain  # type: ignore[attr-defined]

@@ -1,0 +1,85 @@
+"""Where each parameter lies in its unit's flat buffer, and which part of the buffer each rank owns.
+
+Alignment is what makes sharding invisible in the numbers: optimizer kernels work on vectors of up to 64 elements and
+treat what is left over by another code path, with other rounding. So every cut (a parameter's start, a shard's bound, a
+tile's bound) is a multiple of 64 elements, and a kernel sees the same vectors whether it runs on the whole or on a slice.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+BLOCK = 64
+"""Elements: the unit of all cuts."""
+
+SMALL = 8
+"""Elements: parameters shorter than a block start at a multiple of this, inside one block."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in the flat buffer, in elements."""
+
+    start: int
+    stop: int
+    shape: torch.Size
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return self.stop - self.start
+
+
+class Layout:
+    """A flat buffer: slots of parameters in order, padded so that every rank's shard is a whole number of blocks."""
+
+    def __init__(self, shapes: Sequence[torch.Size], world_size: int) -> None:
+        self.world_size = world_size
+        self.slots: list[Slot] = []
+        cursor = 0
+        for shape in shapes:
+            numel = shape.numel()
+            cursor = self._start(cursor, numel)
+            self.slots.append(Slot(cursor, cursor + numel, shape))
+            cursor += numel
+        self._starts = [slot.start for slot in self.slots]
+        self.numel = round_up(cursor, BLOCK * world_size)
+        self.shard_numel = self.numel // world_size
+
+    @staticmethod
+    def _start(cursor: int, numel: int) -> int:
+        if numel >= BLOCK:
+            return round_up(cursor, BLOCK)
+        start = round_up(cursor, SMALL)
+        leaves_block = start // BLOCK != max(start, start + numel - 1) // BLOCK
+        return round_up(start, BLOCK) if leaves_block else start
+
+    def shard(self, rank: int) -> tuple[int, int]:
+        """Start and stop of a rank's shard in the flat buffer."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def shards(self) -> list[tuple[int, int]]:
+        """The shards of all ranks, in rank order."""
+        return [self.shard(rank) for rank in range(self.world_size)]
+
+    def pieces(self, index: int) -> list[tuple[int, int]]:
+        """The part of slot ``index`` that each rank's shard holds, relative to the slot's start (empty: start == stop)."""
+        slot = self.slots[index]
+        cuts = []
+        for low, high in self.shards():
+            start = min(max(low, slot.start), slot.stop)
+            stop = max(min(high, slot.stop), start)
+            cuts.append((start - slot.start, stop - slot.start))
+        return cuts
+
+    def touched(self, first: int, last: int) -> range:
+        """Indices of the slots that the elements ``first`` to ``last`` (inclusive) lie in."""
+        begin = bisect_right(self._starts, first) - 1
+        return range(max(begin, 0), bisect_right(self._starts, last))

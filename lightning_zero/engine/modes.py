@@ -1,0 +1,38 @@
+"""The engine's own operations are nobody's business: user's dispatch modes must not see them.
+
+Selective activation checkpointing, for one, counts the operations of a forward and expects the same ones in the recompute.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@contextmanager
+def _no_user_modes() -> Iterator[None]:
+    with _disable_current_modes() as modes, ExitStack() as stack:
+        for mode in modes:
+            if isinstance(mode, FakeTensorMode):
+                stack.enter_context(mode)
+        yield
+
+
+def unseen(method: Callable[P, R]) -> Callable[P, R]:
+    """Run a function outside all dispatch modes, FakeTensorMode excepted."""
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch._C._len_torch_dispatch_stack():
+            return method(*args, **kwargs)
+        with _no_user_modes():
+            return method(*args, **kwargs)
+
+    return call

@@ -1,0 +1,75 @@
+"""The net under autograd: what a graph saves of a unit is where it lies, not the bytes.
+
+Saved weights would keep a unit's memory alive from forward to backward. The hooks keep a description instead, and gather the
+unit when the backward asks for it. Activations are kept as they are, with the check of versions that autograd does without hooks.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.modes import unseen
+from lightning_zero.engine.unit import Flat, Unit
+
+
+class _Kept(NamedTuple):
+    """An activation: detached, since keeping an output in its own graph would be a cycle."""
+
+    tensor: Tensor
+    version: int
+
+
+class _Place(NamedTuple):
+    """A view of a unit's flat buffer."""
+
+    unit: Unit
+    flat: Flat
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    versions: tuple[tuple[int, int], ...]
+
+
+class Net(torch.autograd.graph.saved_tensors_hooks):
+    """Saved-tensor hooks for a step; ``need`` makes a unit readable in the backward."""
+
+    def __init__(self, units: Sequence[Unit], need: Callable[[Unit], None]) -> None:
+        self._home = {flat.buffer.storage._cdata: (unit, flat) for unit in units for flat in unit.flats}
+        self._need = need
+        super().__init__(self._pack, self._unpack)
+
+    @unseen
+    def _pack(self, tensor: Tensor) -> _Kept | _Place:
+        home = self._home.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        if home is None:
+            return _Kept(tensor.detach(), tensor._version)
+        unit, flat = home
+        return _Place(unit, flat, tensor.size(), tensor.stride(), int(tensor.storage_offset()), _versions(flat, tensor))
+
+    @unseen
+    def _unpack(self, saved: _Kept | _Place) -> Tensor:
+        if isinstance(saved, _Kept):
+            if saved.tensor._version != saved.version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                    f"{tuple(saved.tensor.shape)} tensor is at version {saved.tensor._version}; expected version {saved.version} instead."
+                )
+            return saved.tensor
+        for index, version in saved.versions:
+            if saved.flat.params[index]._version != version:
+                raise RuntimeError(
+                    f"Parameter {saved.flat.names[index]!r} has been modified since the forward whose backward this is (by an optimizer step "
+                    "or in place): run the forward again after a step."
+                )
+        self._need(saved.unit)
+        with torch.no_grad():
+            return saved.flat.full.as_strided(saved.size, saved.stride, saved.offset)
+
+
+def _versions(flat: Flat, tensor: Tensor) -> tuple[tuple[int, int], ...]:
+    """The versions of the parameters that a view begins and ends in."""
+    first = int(tensor.storage_offset())
+    last = first + sum(int((n - 1) * s) for n, s in zip(tensor.size(), tensor.stride(), strict=True) if n)
+    return tuple((i, flat.params[i]._version) for i in flat.layout.touched(first, last))

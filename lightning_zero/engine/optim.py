@@ -1,0 +1,211 @@
+"""The user's optimizer on this rank's master weights.
+
+The optimizer object, its groups and the parameters in them stay the user's. Only for the inner ``step`` each parameter is
+replaced by this rank's part of the master weights, cut into tiles, and ``optimizer.state`` by the sharded state.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.engine.elementwise import is_stock
+from lightning_zero.engine.gradient import ShardedGrad
+from lightning_zero.engine.unit import Flat
+
+Locate = Callable[[nn.Parameter], "tuple[Flat, int] | None"]
+State = dict[str, Any]
+
+
+class ShardedOptimizer:
+    """Steps one user's optimizer on shards and keeps the sharded state.
+
+    State lives per tile: a tile is a 1-D view of the shard, and what the optimizer keeps for it is as long as it is. A 0-dim entry
+    (``step``) is the same in all tiles of a parameter.
+    """
+
+    def __init__(self, optimizer: Optimizer, locate: Locate, tile_size: int) -> None:
+        self.optimizer = optimizer
+        self.locate = locate
+        self.tile_size = tile_size
+        self.state: defaultdict[Tensor, State] = defaultdict(dict)
+        self._tiles: dict[int, list[Tensor]] = {}
+        self._alive: list[nn.Parameter] = []
+        self._adopt(dict(optimizer.state))
+        optimizer.state.clear()
+
+    def _adopt(self, state: Mapping[Any, State]) -> None:
+        """Take over state that the optimizer made in its constructor (Adagrad) or that the user loaded into it."""
+        for param, entries in state.items():
+            if isinstance(param, nn.Parameter) and entries:
+                self.set_state(param, entries)
+
+    # ------------------------------------------------------------------ tiles
+
+    def tiles(self, param: nn.Parameter) -> list[Tensor]:
+        """This rank's part of a parameter's master weights, cut at multiples of the tile size; one empty tile if there is none."""
+        if id(param) not in self._tiles:
+            home = self.locate(param)
+            self._tiles[id(param)] = [param] if home is None else self._cut(*home)
+            self._alive.append(param)
+        return self._tiles[id(param)]
+
+    def _cut(self, flat: Flat, index: int) -> list[Tensor]:
+        return [flat.shard[a - flat.low : b - flat.low] for a, b in self._bounds(flat, index)]
+
+    def _bounds(self, flat: Flat, index: int) -> list[tuple[int, int]]:
+        """Tiles' places in the flat buffer: cuts at the same places whatever the sharding (see ``layout``)."""
+        start, stop = flat.own_part(index)
+        size = self.tile_size or stop - start
+        if start == stop:
+            return [(start, stop)]
+        cuts = [start, *range(start - start % size + size, stop, size), stop]
+        return list(zip(cuts, cuts[1:], strict=False))
+
+    def _set_grads(self, param: nn.Parameter) -> None:
+        """Give the tiles their part of the parameter's gradient, None where it has none."""
+        home = self.locate(param)
+        if home is None:
+            return
+        flat, index = home
+        tiles = self.tiles(param)
+        own = own_gradient(flat, index, param)
+        offset = 0
+        for tile in tiles:
+            tile.grad = None if own is None else own[offset : offset + tile.numel()]
+            offset += tile.numel()
+
+    # ------------------------------------------------------------------ step
+
+    @torch.no_grad()
+    def step(self) -> set[int]:
+        """One step; returns the ids of the flats that it may have changed. The closure has run before."""
+        changed: set[int] = set()
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                home = self.locate(param)
+                self._set_grads(param)
+                if home is not None and param.grad is not None:
+                    changed.add(id(home[0]))
+        with self._swapped():
+            self.optimizer.step()
+        for tiles in self._tiles.values():
+            for tile in tiles:
+                if not isinstance(tile, nn.Parameter):
+                    tile.grad = None
+        return changed
+
+    @contextmanager
+    def _swapped(self) -> Iterator[None]:
+        """Masters in the place of parameters, the sharded state in the place of the user's."""
+        optimizer = self.optimizer
+        groups, own = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
+        state, optimizer.state = optimizer.state, self.state
+        try:
+            if self._may_tile():
+                optimizer.param_groups = list(self._tile_groups())
+            else:
+                for group in groups:
+                    group["params"] = [tile for param in group["params"] for tile in self.tiles(param)]
+            yield
+        finally:
+            optimizer.param_groups, optimizer.state = groups, state
+            for group, params in zip(groups, own, strict=True):
+                group["params"] = params
+
+    def _may_tile(self) -> bool:
+        """Whether copies of the groups may stand for the groups: nobody writes to them, nobody watches."""
+        hooks = self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks
+        return bool(self.tile_size) and is_stock(self.optimizer) and not hooks
+
+    def _tile_groups(self) -> Iterator[dict[str, Any]]:
+        """The groups, cut into groups of about one tile: what an optimizer allocates for one group stays one tile large."""
+        for group in self.optimizer.param_groups:
+            batch: list[Tensor] = []
+            size = 0
+            for param in group["params"]:
+                for tile in self.tiles(param):
+                    if batch and size + tile.numel() > self.tile_size:
+                        yield {**group, "params": batch}
+                        batch, size = [], 0
+                    batch.append(tile)
+                    size += tile.numel()
+            if batch:
+                yield {**group, "params": batch}
+
+    # ------------------------------------------------------------------ state of a parameter
+
+    def own_state(self, param: nn.Parameter) -> State:
+        """This rank's state of a parameter: 1-D pieces as long as its part of the masters, other entries as they are."""
+        tiles = self.tiles(param)
+        entries = [self.state[tile] for tile in tiles if tile in self.state]
+        if not entries:
+            return {}
+        return {key: _join([entry[key] for entry in entries], tiles) for key in entries[0]}
+
+    def set_state(self, param: nn.Parameter, entries: State) -> None:
+        """Overwrite a parameter's state from whole tensors of the parameter's shape (other entries are copied to all tiles)."""
+        home = self.locate(param)
+        tiles = self.tiles(param)
+        if home is None:
+            self.state[param] = dict(entries)
+            return
+        flat, index = home
+        slot = flat.layout.slots[index]
+        bounds = self._bounds(flat, index)
+        for tile, (start, stop) in zip(tiles, bounds, strict=True):
+            self.state[tile] = {
+                key: _piece(value, slot.shape, start - slot.start, stop - slot.start, tile, key) for key, value in entries.items()
+            }
+
+    def forget_masters(self) -> None:
+        """Keep the state, but not the memory of the masters that it belongs to: the engine has been released."""
+        for key, tiles in self._tiles.items():
+            ghosts = [tile if isinstance(tile, nn.Parameter) else torch.empty_like(tile, device="meta") for tile in tiles]
+            for tile, ghost in zip(tiles, ghosts, strict=True):
+                if tile in self.state:
+                    self.state[ghost] = self.state.pop(tile)
+            self._tiles[key] = ghosts
+
+    def nbytes(self) -> int:
+        """Bytes of the state on this rank."""
+        values = (value for entry in self.state.values() for value in entry.values())
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
+def own_gradient(flat: Flat, index: int, param: nn.Parameter) -> Tensor | None:
+    """This rank's part of a parameter's gradient: reduced, or what the user has put in its place; None if there is none."""
+    grad = param.grad
+    if grad is None:
+        return None
+    if not isinstance(grad, ShardedGrad):
+        slot = flat.layout.slots[index]
+        start, stop = flat.own_part(index)
+        return grad.detach().reshape(-1)[start - slot.start : stop - slot.start].to(flat.master_dtype)
+    if flat.reduced is None:
+        raise RuntimeError(
+            f"The gradient of {flat.names[index]!r} is not reduced yet: the accumulation window has not ended. "
+            "Step after a backward outside block_backward_sync (no_sync)."
+        )
+    return flat.own(flat.reduced, index).to(flat.master_dtype)
+
+
+def _join(values: list[Any], tiles: list[Tensor]) -> Any:
+    first = values[0]
+    if isinstance(first, Tensor) and first.shape == tiles[0].shape and first.dim() == 1:
+        return first if len(values) == 1 else torch.cat(values)
+    return first
+
+
+def _piece(value: Any, shape: torch.Size, start: int, stop: int, tile: Tensor, key: str) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape != shape or (not shape and key == "step"):
+        return value.clone()
+    # as torch's load_state_dict: floating state takes the parameter's dtype
+    dtype = tile.dtype if value.is_floating_point() and tile.is_floating_point() else value.dtype
+    return value.detach().reshape(-1)[start:stop].to(device=tile.device, dtype=dtype, copy=True)

@@ -1,0 +1,146 @@
+"""What this rank knows of the others: where they are, and whether they can still meet.
+
+While ranks agree this costs nothing. A rank that has waited for a second writes what it waits for, and which operations it
+has launched, into the store, and reads what the others wrote.
+"""
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+Position = dict[str, Any]
+
+
+class PeerError(RuntimeError):
+    """A peer failed, left, or has taken another way."""
+
+
+class Peers:
+    """Positions of all ranks, in the rendezvous store."""
+
+    _generation = 0
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        Peers._generation += 1
+        self._store = PrefixStore(f"lightning_zero/{Peers._generation}", store)
+        self.rank, self.world_size = rank, world_size
+        self.step = 0
+        self._counts: Counter[str] = Counter()
+        self._published = False
+
+    def launched(self, what: str, count: int) -> None:
+        """Note that this rank has started operation number ``count`` of the name ``what``."""
+        self._counts[what] = count
+
+    def wait(
+        self, arrived: threading.Event, what: str, number: int, unfinished: Callable[[], dict[str, int]], seconds: float
+    ) -> None:
+        """Wait for operation ``number`` of the name ``what``, and look at the peers every so many seconds.
+
+        ``unfinished`` gives the operations that must be complete first, as :meth:`launched` was told of them.
+
+        Raises:
+            PeerError: the ranks cannot meet; the message says where each of them is.
+        """
+        before: list[Position | None] = []
+        while not arrived.wait(seconds):
+            self._publish(
+                {
+                    "waits": what,
+                    "number": number,
+                    "step": self.step,
+                    "unfinished": unfinished(),
+                    "launched": dict(self._counts),
+                }
+            )
+            now = self._positions()
+            self._raise_failed(what, now)
+            if now == before and self.rank in stuck(now):
+                raise PeerError(self._describe(now))
+            before = now
+        if self._published:
+            self._publish({"waits": None, "step": self.step})
+            self._published = False
+
+    def fail(self, message: str) -> None:
+        """Leave word that this rank has failed."""
+        if self.world_size > 1:
+            try:
+                self._publish({"waits": None, "step": self.step, "failed": message})
+            except RuntimeError:  # the store's host is gone, and the peers know it
+                pass
+
+    def lost(self, what: str, error: BaseException) -> PeerError:
+        """The error for a connection that broke: the peer's own words, where it left any."""
+        try:
+            now = self._positions()
+        except RuntimeError:
+            now = [None] * self.world_size
+        self.wait_for_word(now)
+        try:
+            self._raise_failed(what, self._positions())
+        except PeerError as failed:
+            failed.__cause__ = error
+            return failed
+        except RuntimeError:
+            pass
+        found = PeerError(
+            f"Rank {self.rank} lost a peer during {what!r} in step {self.step}: {error}. "
+            "A rank has died or left; look for the first error in the output of the other ranks."
+        )
+        found.__cause__ = error
+        return found
+
+    def wait_for_word(self, now: list[Position | None]) -> None:
+        """A rank that fails closes its connections and then says why: give it a moment."""
+        if not any(position and "failed" in position for position in now):
+            threading.Event().wait(0.5)
+
+    def _publish(self, position: Position) -> None:
+        self._store.set(str(self.rank), json.dumps(position))
+        self._published = True
+
+    def _positions(self) -> list[Position | None]:
+        keys = [str(rank) for rank in range(self.world_size)]
+        return [json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys]
+
+    def _raise_failed(self, what: str, positions: list[Position | None]) -> None:
+        failed = {rank: p["failed"] for rank, p in enumerate(positions) if p and "failed" in p and rank != self.rank}
+        if failed:
+            words = "; ".join(f"rank {rank} failed: {text}" for rank, text in failed.items())
+            raise PeerError(f"Rank {self.rank} cannot go on with {what!r} in step {self.step}: {words}")
+
+    def _describe(self, positions: list[Position | None]) -> str:
+        lines = [f"  rank {r}: waits for {p['waits']!r} (number {p['number']}) in step {p['step']}" for r, p in enumerate(positions) if p and p.get("waits")]
+        return "\n".join(
+            [
+                "The ranks have parted and cannot meet:",
+                *lines,
+                "All ranks must run the same units in the same order (stage 3) and the same number of steps: look for a branch, "
+                "a batch or an exception that only some of them have.",
+            ]
+        )
+
+
+def stuck(positions: list[Position | None]) -> set[int]:
+    """Ranks that wait for an operation which a rank that is itself stuck has not launched."""
+    waiting = {rank: p for rank, p in enumerate(positions) if p and p.get("waits")}
+
+    def missing(rank: int) -> set[int]:
+        return {peer for peer in range(len(positions)) if peer != rank and _lacks(waiting.get(peer), waiting[rank]["unfinished"])}
+
+    lost = {rank for rank in waiting if missing(rank)}
+    while True:
+        still = {rank for rank in lost if missing(rank) & lost}
+        if still == lost:
+            return lost
+        lost = still
+
+
+def _lacks(peer: Position | None, needed: dict[str, int]) -> bool:
+    """Whether a peer is not known to have launched all that is needed."""
+    return peer is None or any(peer["launched"].get(what, 0) < number for what, number in needed.items())

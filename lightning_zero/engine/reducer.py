@@ -1,0 +1,260 @@
+"""Gradients: from autograd's contributions to reduced shards."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.buffer import Pool
+from lightning_zero.engine.comm import Communicator
+from lightning_zero.engine.lanes import Handle
+from lightning_zero.engine.order import ReductionOrder
+from lightning_zero.engine.unit import Flat, GradState, Unit
+
+Record = Callable[..., None]
+
+
+@dataclass
+class _InFlight:
+    """A flat's reduction under way and the buffers that it uses."""
+
+    flat: Flat
+    handle: Handle
+    local: Tensor
+    summing: bool
+    receive: Tensor
+    mean: Tensor
+
+
+class Reducer:
+    """Sums, reduces and hands out gradients, unit by unit, in one order on all ranks.
+
+    A backward's life: :meth:`begin`, :meth:`accumulate` for each gradient, :meth:`end`.
+    """
+
+    def __init__(self, units: Sequence[Unit], comm: Communicator, pool: Pool, window: bool, record: Record) -> None:
+        self.units, self.comm, self.pool = units, comm, pool
+        self.window = window
+        self.record = record
+        self.active = False
+        self.last = True
+        self._flats = [flat for unit in units for flat in unit.flats]
+        self._order = ReductionOrder(self._share_order)
+        self._key = b""
+        self._usual: dict[bytes, list[set[int]]] = {}
+        self._in_flight: tuple[Unit, list[_InFlight]] | None = None
+        self._launched: set[int] = set()
+        self._opened: set[int] = set()
+
+    # ------------------------------------------------------------------ one backward
+
+    def begin(self, last: bool) -> None:
+        """Start a backward; ``last``: it ends the accumulation window."""
+        self.active, self.last = True, last
+        self._launched, self._opened = set(), set()
+        members = [u.index for u in self.units if any(takes_part(flat) for flat in u.flats)]
+        self._key = bytes(unit.index in members for unit in self.units)
+        for unit, usual in zip(self.units, self._usual.get(self._key) or map(trainable, self.units), strict=True):
+            unit.awaited = set(usual)
+        self._order.begin(self._key, members)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether this backward's gradients are reduced, not only summed locally."""
+        return self.last or not self.window
+
+    @torch.no_grad()
+    def accumulate(self, unit: Unit, flat: Flat, index: int) -> bool:
+        """Take a parameter's new gradient over into the unit's; returns whether it was the unit's last awaited one.
+
+        The gradient that autograd has added to ``p.grad`` goes into the flat buffer, and ``p.grad`` becomes the stand-in.
+        """
+        param, mark = flat.params[index], flat.marks[index]
+        grad = param.grad
+        assert grad is not None
+        self._open(flat)
+        if grad is mark:
+            grad = mark.take_pending()
+        else:
+            flat.drop(index)
+            param.grad = mark
+        slot = flat.slot(self._local(flat), index)
+        values = (grad.to_dense() if grad.layout is not torch.strided else grad.detach()).reshape(-1)
+        if flat.in_local[index]:
+            slot.add_(values)
+        else:
+            slot.copy_(values)
+            flat.in_local[index] = True
+        if unit.index not in self._launched:
+            unit.move_grad(GradState.PARTIAL)
+        was_awaited = bool(unit.awaited)
+        unit.awaited.discard(id(param))
+        return was_awaited and not unit.awaited
+
+    def ready(self, unit: Unit) -> None:
+        """A unit's gradients are in: start its reduction, and of those that waited for it, if it is their turn."""
+        if self.reduces:
+            for index in self._order.ready(unit.index):
+                self._launch(self.units[index])
+
+    @torch.no_grad()
+    def end(self, flag: bool = False) -> bool:
+        """Reduce what is left and settle which parameters have a gradient; returns whether any rank passed ``flag``."""
+        self.active = False
+        if not self.reduces:
+            return flag
+        for index in self._order.rest():
+            self._launch(self.units[index])
+        self._finish()
+        union = self._union(flag)
+        present, leftover = union[: -1 - len(self._flats)], union[-1 - len(self._flats) : -1]
+        # gradients that came after their unit had gone (re-entrant checkpointing) go in a second round
+        late = {id(flat) for flat, has in zip(self._flats, leftover, strict=True) if has}
+        for unit in self.units:
+            flats = [flat for flat in unit.flats if id(flat) in late]
+            if flats:
+                self._launch(unit, flats)
+        self._finish()
+        self._order.freeze()
+        self._hand_out(present)
+        return bool(union[-1])
+
+    def abort(self) -> None:
+        """Forget a backward that an exception has ended, with what it had begun to reduce."""
+        self.active = False
+        self._in_flight = None
+        for unit in self.units:
+            if unit.grad_state is GradState.REDUCING:
+                unit.move_grad(GradState.EMPTY)
+            for flat in unit.flats:
+                flat.contributed = [False] * len(flat.params)
+
+    # ------------------------------------------------------------------ reduction
+
+    def _open(self, flat: Flat) -> None:
+        """At a flat's first use in a backward: forget the earlier gradients that the user has dropped meanwhile."""
+        if id(flat) not in self._opened:
+            self._opened.add(id(flat))
+            for index, (param, mark) in enumerate(zip(flat.params, flat.marks, strict=True)):
+                if param.grad is not mark:
+                    flat.drop(index)
+            flat.free_dropped()
+
+    def _local(self, flat: Flat) -> Tensor:
+        """The flat buffer that this rank's contributions go to."""
+        if flat.local is None:
+            # micro-batches are summed in the sum's dtype; a single one travels as it is
+            flat.summing = not self.reduces
+            flat.local = self.pool.empty(flat.layout.numel, flat.sum_dtype if flat.summing else flat.dtype)
+        return flat.local
+
+    def _launch(self, unit: Unit, flats: Sequence[Flat] | None = None) -> None:
+        """Start a unit's reduction, after the end of the one before: there is one receive buffer."""
+        self._finish()
+        self._launched.add(unit.index)
+        self.record("reduce", unit.name)
+        unit.move_grad(GradState.PARTIAL)
+        unit.move_grad(GradState.REDUCING)
+        chosen = [flat for flat in unit.flats if takes_part(flat)] if flats is None else flats
+        self._in_flight = unit, [self._reduce(flat) for flat in chosen]
+
+    @torch.no_grad()
+    def _reduce(self, flat: Flat) -> _InFlight:
+        self._open(flat)
+        local = self._local(flat)
+        for index, has in enumerate(flat.in_local):
+            if not has:
+                flat.slot(local, index).zero_()
+        flat.contributed = [a or b for a, b in zip(flat.contributed, flat.in_local, strict=True)]
+        # what comes now is late: it finds no buffer and gets one of its own
+        flat.in_local = [False] * len(flat.params)
+        flat.local, summing = None, flat.summing
+        size = flat.layout.shard_numel
+        receive = self.pool.empty((self.comm.world_size - 1) * size, local.dtype)
+        mean = self.pool.empty(size, flat.sum_dtype)
+        handle = self.comm.reduce_scatter(mean, local, receive, flat.layout.shards(), f"reduction of {flat.name}")
+        return _InFlight(flat, handle, local, summing, receive, mean)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Wait for the reduction in flight and add its result to the unit's shard."""
+        if self._in_flight is None:
+            return
+        unit, parts = self._in_flight
+        self._in_flight = None
+        for part in parts:
+            part.handle.wait()
+            self.pool.free(part.receive)
+            self._store(part, self._widen(part.flat, part.mean))
+        unit.move_grad(GradState.READY)
+
+    def _widen(self, flat: Flat, mean: Tensor) -> Tensor:
+        """Stage 0: every rank needs the whole mean."""
+        if flat.high - flat.low == mean.numel():
+            return mean
+        whole = self.pool.empty(flat.layout.numel, flat.sum_dtype)
+        low, high = flat.layout.shard(self.comm.rank)
+        whole[low:high].copy_(mean)
+        self.pool.free(mean)
+        self.comm.all_gather(whole, flat.layout.shards(), f"sums of {flat.name}", kind="reduce").wait()
+        return whole
+
+    def _store(self, part: _InFlight, mean: Tensor) -> None:
+        flat = part.flat
+        if flat.reduced is not None:
+            flat.reduced.add_(mean)
+            self.pool.free(mean)
+            self.pool.free(part.local)
+        elif part.summing:
+            # the shard of a summed window stays where it is: no memory beside the sum's
+            flat.reduced, flat.backing = part.local[flat.low : flat.high], part.local
+            flat.reduced.copy_(mean)
+            self.pool.free(mean)
+        else:
+            flat.reduced = flat.backing = mean
+            self.pool.free(part.local)
+
+    # ------------------------------------------------------------------ agreement
+
+    def _union(self, flag: bool) -> list[int]:
+        """What at least one rank has: a bit per parameter (a gradient), per flat (a late gradient), and the flag."""
+        bits: list[bool] = []
+        for flat in self._flats:
+            bits += [a or b for a, b in zip(flat.contributed, flat.in_local, strict=True)]
+        bits += [any(flat.in_local) for flat in self._flats]
+        bits.append(flag)
+        vector = torch.tensor(bits, dtype=torch.uint8, device="cpu")
+        self.comm.all_reduce(vector, "max", "end of backward").wait()
+        return [int(bit) for bit in vector.tolist()]
+
+    def _hand_out(self, present: list[int]) -> None:
+        """Set ``p.grad``: the stand-in where any rank has a gradient, None elsewhere; learn what is usual."""
+        place = 0
+        usual: list[set[int]] = []
+        for unit in self.units:
+            usual.append(set())
+            for flat in unit.flats:
+                for index, (param, mark) in enumerate(zip(flat.params, flat.marks, strict=True)):
+                    if present[place]:
+                        flat.in_reduced[index] = True
+                        usual[-1].add(id(param))
+                        param.grad = mark
+                    place += 1
+                flat.contributed = [False] * len(flat.params)
+        self._usual[self._key] = usual
+
+    def _share_order(self, order: list[int]) -> list[int]:
+        shared = torch.tensor(order, dtype=torch.int64, device=self.comm.device)
+        self.comm.broadcast_(shared)
+        return shared.tolist()
+
+
+def takes_part(flat: Flat) -> bool:
+    """Whether a flat's gradients are reduced in a backward: the same answer on all ranks, whatever their graphs."""
+    return any(param.requires_grad for param in flat.params)
+
+
+def trainable(unit: Unit) -> set[int]:
+    """The parameters of a unit that can have a gradient."""
+    return {id(param) for flat in unit.flats for param in flat.params if param.requires_grad}

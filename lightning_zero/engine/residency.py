@@ -1,0 +1,131 @@
+"""Which units are whole at the moment: gathering, waiting, freeing, and gathering ahead."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lightning_zero.engine.guard import guard, unguard
+from lightning_zero.engine.trace import Pass, Trace
+from lightning_zero.engine.unit import Flat, ParamState, Unit
+
+Record = Callable[..., None]
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread (a recompute included)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Residency:
+    """Makes units readable when they are needed and frees them when they are not."""
+
+    def __init__(self, units: Sequence[Unit], prefetch: int, record: Record) -> None:
+        self.units = units
+        self.prefetch = prefetch
+        self.record = record
+        self.announce: Callable[[Unit], None] | None = None  # told before each gather (see ``uneven``)
+        self.trace = Trace(len(units))
+        self._live: list[Unit] = []
+        self._waiting_use: set[int] = set()
+
+    # ------------------------------------------------------------------ transitions
+
+    def launch(self, unit: Unit) -> None:
+        """Start to gather a sharded unit."""
+        if unit.state is ParamState.SHARDED:
+            if self.announce is not None:
+                self.announce(unit)
+            self.record("gather", unit.name)
+            unit.move(ParamState.GATHERING)
+            unit.handles = [flat.gather() for flat in unit.flats]
+            if not unit.is_root:
+                self._live.append(unit)
+                self._waiting_use.add(unit.index)
+
+    def arrive(self, unit: Unit) -> None:
+        """Wait until a unit that is being gathered is whole."""
+        if unit.state is ParamState.GATHERING:
+            self.record("wait", unit.name)
+            for handle in unit.handles:
+                handle.wait()
+            unit.handles = []
+            unit.move(ParamState.UNSHARDED)
+            unguard(unit)
+
+    def unshard(self, unit: Unit) -> None:
+        """Make a unit readable, now."""
+        self.launch(unit)
+        self.arrive(unit)
+        self._waiting_use.discard(unit.index)
+
+    def reshard(self, unit: Unit) -> None:
+        """Free a unit's whole parameters."""
+        self.arrive(unit)
+        if not unit.sharded or unit.state is not ParamState.UNSHARDED or unit.active:
+            return
+        for flat in unit.flats:
+            flat.keep_writes()
+        self.record("reshard", unit.name)
+        guard(unit)
+        unit.move(ParamState.SHARDED)
+        self._free(unit)
+        if unit in self._live:
+            self._live.remove(unit)
+        self._waiting_use.discard(unit.index)
+
+    def _free(self, unit: Unit) -> None:
+        """Give a sharded unit's memory back, unless somebody holds a view: then a wrong number or a crash would be somewhere.
+
+        Views are this rank's own business: the unit is sharded all the same, and the next gather, which all ranks take part in, writes into
+        the memory that is still there.
+        """
+        for flat in unit.flats:
+            if not flat.escaped:
+                flat.buffer.release()
+
+    def reshard_all(self) -> None:
+        """Free whatever can be freed, also what views have kept so far."""
+        for unit in self.units:
+            self.reshard(unit)
+            if unit.state is ParamState.SHARDED:
+                self._free(unit)
+
+    def publish(self, unit: Unit, flats: Sequence[Flat]) -> None:
+        """Start to gather the flats that the optimizer has changed into a unit that is whole; the next reader waits."""
+        self.arrive(unit)
+        unit.move(ParamState.GATHERING)
+        guard(unit)
+        self.record("gather", unit.name)
+        unit.handles = [flat.gather() for flat in flats]
+
+    # ------------------------------------------------------------------ use
+
+    def kind(self) -> Pass:
+        """The pass that is running."""
+        if in_backward():
+            return "backward"
+        return "train" if torch.is_grad_enabled() else "eval"
+
+    def need(self, unit: Unit) -> None:
+        """A unit is about to be used by a module or by autograd: gather it, and the next one behind it."""
+        if not unit.sharded or unit.is_root:
+            self.unshard(unit)
+            return
+        kind = self.kind()
+        ahead = self.trace.visit(kind, unit.index, self.prefetch)
+        self.launch(unit)
+        self._make_room(unit, kind)
+        for index in ahead:
+            if self.units[index].sharded and len(self._live) <= 1 + self.prefetch:
+                self.launch(self.units[index])
+        self.unshard(unit)
+
+    def _make_room(self, unit: Unit, kind: Pass) -> None:
+        """Free what the pass has left behind."""
+        for other in list(self._live):
+            if other is unit or other.index in self._waiting_use:
+                continue
+            # in the backward a unit whose gradients are awaited is still at work; it goes when they are in
+            busy = kind == "backward" and bool(other.awaited)
+            if not busy or len(self._live) > 2 + self.prefetch:
+                self.reshard(other)

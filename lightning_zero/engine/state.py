@@ -1,0 +1,129 @@
+"""Whole values out of shards and back: parameters, optimizer state, the plain module."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine.comm import Communicator
+from lightning_zero.engine.guard import unguard
+from lightning_zero.engine.optim import ShardedOptimizer, State
+from lightning_zero.engine.unit import Flat, Unit
+
+
+@torch.no_grad()
+def full_parameters(flat: Flat, dst: int) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+    """The whole masters of one flat, parameter by parameter; values on rank ``dst`` only."""
+    for index, param in enumerate(flat.params):
+        slot = flat.layout.slots[index]
+        what = f"parameter {flat.names[index]}"
+        value = collect(flat, index, flat.own(flat.shard, index), flat.comm, dst, what)
+        yield param, None if value is None else value.view(slot.shape).to(flat.user_dtype)
+
+
+def collect(flat: Flat, index: int, own: Tensor, comm: Communicator, dst: int, what: str) -> Tensor | None:
+    """A whole tensor of parameter ``index``'s size, 1-D on the CPU of rank ``dst``, from every rank's own part of it."""
+    out = torch.empty(flat.layout.slots[index].numel, dtype=own.dtype, device="cpu") if comm.rank == dst else None
+    if flat.owns_all:
+        return None if out is None else out.copy_(own)
+    comm.gather_pieces(own, out, flat.layout.pieces(index), dst, what)
+    return out
+
+
+@torch.no_grad()
+def load(flat: Flat, values: Mapping[int, Tensor], readable: bool) -> None:
+    """Overwrite the parameters that ``values`` has (by id), in the masters and, where it is there, in the whole."""
+    for index, param in enumerate(flat.params):
+        value = values.get(id(param))
+        if value is None:
+            continue
+        slot = flat.layout.slots[index]
+        start, stop = flat.own_part(index)
+        flat.own(flat.shard, index).copy_(value.reshape(-1)[start - slot.start : stop - slot.start])
+        if readable:
+            flat.slot(flat.full, index).copy_(value.reshape(-1))
+
+
+@torch.no_grad()
+def take_over(flat: Flat, src: int) -> None:
+    """Make rank ``src``'s whole values everybody's; masters of values that did not change keep their precision."""
+    flat.comm.broadcast_(flat.full, src)
+    if not flat.aliased:
+        new, old = flat.full[flat.low : flat.high], flat.shard
+        flat.shard.copy_(torch.where(new != old.to(new.dtype), new.to(old.dtype), old))
+    flat.note_versions()
+
+
+@torch.no_grad()
+def restore(unit: Unit) -> None:
+    """Give a unit's parameters storages of their own, with the whole masters in the user's dtype, and forget the unit."""
+    unguard(unit)
+    for flat in unit.flats:
+        whole = flat.full
+        if not flat.aliased:
+            whole = torch.empty(flat.layout.numel, dtype=flat.master_dtype, device=flat.full.device)
+            whole[flat.low : flat.high].copy_(flat.shard)
+            if not flat.owns_all:
+                flat.comm.all_gather(whole, flat.layout.shards(), f"restoring {flat.name}").wait()
+        for index, (slot, param) in enumerate(zip(flat.layout.slots, flat.params, strict=True)):
+            if param.grad is flat.marks[index]:
+                param.grad = None
+            param.data = whole[slot.start : slot.stop].view(slot.shape).to(flat.user_dtype, copy=True)
+            del param._zero_place  # type: ignore[attr-defined]
+        flat.forget()
+
+
+def optimizer_state(sharded: ShardedOptimizer, comm: Communicator, dst: int) -> dict[str, Any] | None:
+    """The unsharded ``state_dict()``: state by index in the order of the groups, whole shapes."""
+    whole: dict[int, State] = {}
+    groups: list[dict[str, Any]] = []
+    numbers: dict[int, int] = {}
+    for group in sharded.optimizer.param_groups:
+        for param in group["params"]:
+            if id(param) not in numbers:
+                numbers[id(param)] = len(numbers)
+                entry = _whole_state(sharded, param, comm, dst, f"optimizer state {numbers[id(param)]}")
+                if entry:
+                    whole[numbers[id(param)]] = entry
+        options = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**options, "params": [numbers[id(param)] for param in group["params"]]})
+    return {"state": whole, "param_groups": groups} if comm.rank == dst else None
+
+
+def _whole_state(sharded: ShardedOptimizer, param: nn.Parameter, comm: Communicator, dst: int, what: str) -> State:
+    home = sharded.locate(param)
+    own = sharded.own_state(param)
+    if home is None:
+        return own
+    flat, index = home
+    slot = flat.layout.slots[index]
+    start, stop = flat.own_part(index)
+    whole: State = {}
+    for key, value in own.items():
+        if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == stop - start:
+            gathered = collect(flat, index, value, comm, dst, f"{what} {key}")
+            whole[key] = None if gathered is None else gathered.view(slot.shape)
+        else:
+            whole[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+    return whole
+
+
+def load_optimizer_state(sharded: ShardedOptimizer, state_dict: Mapping[str, Any]) -> None:
+    """Restore state and groups' options, as ``Optimizer.load_state_dict`` does."""
+    groups, saved = sharded.optimizer.param_groups, state_dict["param_groups"]
+    if len(groups) != len(saved):
+        raise ValueError(f"The saved optimizer has {len(saved)} parameter groups, {type(sharded.optimizer).__name__} has {len(groups)}.")
+    for number, (group, old) in enumerate(zip(groups, saved, strict=True)):
+        if len(group["params"]) != len(old["params"]):
+            raise ValueError(
+                f"Parameter group {number} of the saved optimizer has {len(old['params'])} parameters, "
+                f"that of {type(sharded.optimizer).__name__} has {len(group['params'])}."
+            )
+    sharded.state.clear()
+    for group, old in zip(groups, saved, strict=True):
+        for param, number in zip(group["params"], old["params"], strict=True):
+            entries = state_dict["state"].get(number)
+            if entries:
+                sharded.set_state(param, entries)
+        group.update({key: value for key, value in old.items() if key != "params"})

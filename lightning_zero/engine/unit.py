@@ -1,0 +1,279 @@
+"""A unit: parameters that are gathered, reduced and freed together, and the states that they go through."""
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine.buffer import FlatBuffer, Pool
+from lightning_zero.engine.comm import Communicator
+from lightning_zero.engine.gradient import ShardedGrad
+from lightning_zero.engine.grouping import UnitSpec
+from lightning_zero.engine.lanes import Handle
+from lightning_zero.engine.layout import Layout
+
+Param = nn.Parameter
+
+
+class ParamState(Enum):
+    """Where the parameters of a unit are."""
+
+    SHARDED = "sharded"
+    """Only this rank's shard is there."""
+    GATHERING = "gathering"
+    """The whole is being written."""
+    UNSHARDED = "unsharded"
+    """The whole is readable."""
+
+
+class GradState(Enum):
+    """Where the gradients of a unit are."""
+
+    EMPTY = "empty"
+    PARTIAL = "partial"
+    """This rank's own contributions, not yet reduced."""
+    REDUCING = "reducing"
+    READY = "ready"
+    """Reduced: each rank holds its shard of the mean."""
+
+
+_LEGAL = {
+    (ParamState.SHARDED, ParamState.GATHERING),
+    (ParamState.GATHERING, ParamState.UNSHARDED),
+    (ParamState.UNSHARDED, ParamState.SHARDED),
+    (ParamState.UNSHARDED, ParamState.GATHERING),  # published after the step: stages 1 and 2
+    (GradState.EMPTY, GradState.PARTIAL),
+    (GradState.READY, GradState.PARTIAL),
+    (GradState.PARTIAL, GradState.REDUCING),
+    (GradState.REDUCING, GradState.READY),
+    (GradState.REDUCING, GradState.EMPTY),  # given up: an exception ended the backward
+}
+
+
+class Flat:
+    """The parameters of one unit that share dtypes and trainability, as views of one flat buffer.
+
+    Attributes:
+        full: 1-D, ``layout.numel`` elements of the compute dtype; every parameter's ``data`` is a view of it, for ever.
+        shard: 1-D master weights of this rank, ``high - low`` elements of the user's dtype (fp32 for 16-bit parameters); a view of ``full``
+            where that is whole and of the same dtype.
+        local: this rank's gradients, like ``full``, in the wire dtype (or the sum's, while micro-batches are summed); or None.
+        reduced: 1-D, the mean gradient of ``low:high`` in the sum's dtype (fp32 for 16-bit parameters); or None. ``backing`` is the
+            buffer that it is (a part of).
+        in_local, contributed, in_reduced: per parameter, whether ``local`` / the reduction under way / ``reduced`` holds a gradient.
+    """
+
+    def __init__(self, name: str, params: dict[str, Param], dtype: torch.dtype, comm: Communicator, pool: Pool, whole: bool, owns_all: bool) -> None:
+        self.name = name
+        self.names, self.params = list(params), list(params.values())
+        self.dtype = dtype
+        self.user_dtype = self.params[0].dtype
+        self.master_dtype = torch.float32 if is_half(self.user_dtype) else self.user_dtype
+        self.sum_dtype = torch.float32 if is_half(dtype) else dtype
+        self.trainable = self.params[0].requires_grad
+        self.whole, self.owns_all = whole, owns_all
+        self.layout = Layout([p.shape for p in self.params], comm.world_size)
+        self.low, self.high = (0, self.layout.numel) if owns_all else self.layout.shard(comm.rank)
+        self.comm, self.pool = comm, pool
+        self.buffer = FlatBuffer(self.layout.numel, dtype, pool)
+        self.full = self.buffer.tensor
+        self.shard = self._cut()
+        self.local: Tensor | None = None
+        self.summing = False
+        self.reduced: Tensor | None = None
+        self.backing: Tensor | None = None
+        self.in_local = [False] * len(self.params)
+        self.contributed = [False] * len(self.params)
+        self.in_reduced = [False] * len(self.params)
+        self.marks = [ShardedGrad(p, self, i) for i, p in enumerate(self.params)]
+        self.versions = [p._version for p in self.params]
+
+    @property
+    def aliased(self) -> bool:
+        """Whether the shard is a part of the resting whole: no second copy."""
+        return self.whole and self.dtype == self.master_dtype
+
+    @torch.no_grad()
+    def _cut(self) -> Tensor:
+        """Move the parameters into the buffer, rank 0's values everywhere, and cut this rank's shard."""
+        exact = self.full if self.dtype == self.master_dtype else self.full.new_zeros(self.layout.numel, dtype=self.master_dtype)
+        exact.zero_()
+        for slot, param in zip(self.layout.slots, self.params, strict=True):
+            exact[slot.start : slot.stop].copy_(param.detach().reshape(-1))
+        self.comm.broadcast_(exact)
+        if exact is not self.full:
+            self.full.copy_(exact)
+        for slot, param in zip(self.layout.slots, self.params, strict=True):
+            param.data = self.full[slot.start : slot.stop].view(slot.shape)
+        shard = exact[self.low : self.high]
+        return shard if self.aliased else shard.clone()
+
+    @property
+    def escaped(self) -> bool:
+        """Whether somebody holds a view of the whole that is not a parameter."""
+        return self.buffer.is_viewed(len(self.params) + self.aliased)
+
+    def note_versions(self) -> None:
+        """Remember the parameters' versions; a difference later is a write by the user."""
+        self.versions = [p._version for p in self.params]
+
+    def own_part(self, index: int) -> tuple[int, int]:
+        """Start and stop, in ``full``, of what this rank owns of parameter ``index`` (empty: equal)."""
+        slot = self.layout.slots[index]
+        start = min(max(self.low, slot.start), slot.stop)
+        return start, max(min(self.high, slot.stop), start)
+
+    def own(self, tensor: Tensor, index: int) -> Tensor:
+        """This rank's part of parameter ``index`` in a tensor of the shard's length."""
+        start, stop = self.own_part(index)
+        return tensor[start - self.low : stop - self.low]
+
+    def slot(self, tensor: Tensor, index: int) -> Tensor:
+        """Parameter ``index`` in a tensor of the whole's length, 1-D."""
+        slot = self.layout.slots[index]
+        return tensor[slot.start : slot.stop]
+
+    @torch.no_grad()
+    def gather(self) -> Handle:
+        """Start to fill ``full`` from the shards."""
+        self.buffer.allocate()
+        if not self.aliased:
+            self.full[self.low : self.high].copy_(self.shard)
+        if self.owns_all:
+            return self.comm.nothing()
+        return self.comm.all_gather(self.full, self.layout.shards(), f"gather of {self.name}")
+
+    @torch.no_grad()
+    def keep_writes(self) -> bool:
+        """Take what the user wrote into whole parameters over into the shard; whether there was anything."""
+        written = [i for i, p in enumerate(self.params) if p._version != self.versions[i]]
+        if written and not self.aliased:
+            for i in written:
+                start, stop = self.own_part(i)
+                self.own(self.shard, i).copy_(self.full[start:stop])
+        if written:
+            self.note_versions()
+        return bool(written)
+
+    def forget(self) -> None:
+        """Let go of all memory; the layout stays, for the optimizer state that outlives it."""
+        nothing = self.full.new_empty(0)
+        self.full = self.shard = nothing
+        self.local = self.reduced = self.backing = None
+        self.buffer.discard()
+
+    def drop(self, index: int) -> None:
+        """Forget the gradient of parameter ``index``."""
+        self.in_local[index] = False
+        if self.in_reduced[index]:
+            self.in_reduced[index] = False
+            if self.reduced is not None:
+                self.own(self.reduced, index).zero_()
+
+    def free_dropped(self) -> None:
+        """Give back gradient buffers in which nothing is left."""
+        if self.local is not None and not any(self.in_local):
+            self.pool.free(self.local)
+            self.local = None
+        if self.backing is not None and not any(self.in_reduced):
+            self.pool.free(self.backing)
+            self.reduced = self.backing = None
+
+    # ------------------------------------------------------------------ what p.grad answers
+
+    def current_gradient(self, index: int) -> tuple[Tensor | None, bool]:
+        """The 1-D tensor that holds parameter ``index``'s gradient at present, and whether it is the whole of it."""
+        if self.in_local[index] and self.local is not None:
+            return self.slot(self.local, index), True
+        if self.reduced is None:
+            return None, False
+        return self.own(self.reduced, index), self.high - self.low == self.layout.numel
+
+    @torch.no_grad()
+    def whole_gradient(self, index: int) -> Tensor:
+        """The whole gradient of parameter ``index``, in the shape and dtype of ``p.grad``. Collective once it is reduced."""
+        slot = self.layout.slots[index]
+        own, whole = self.current_gradient(index)
+        if own is None:
+            raise RuntimeError(f"The gradient of {self.names[index]!r} was dropped: it cannot be read any more.")
+        if not whole:
+            bounds = self.layout.pieces(index)
+            low, high = bounds[self.comm.rank]
+            out = own.new_empty(slot.numel)
+            out[low:high].copy_(own)
+            self.comm.all_gather(out, bounds, f"gradient of {self.names[index]}", kind="reduce").wait()
+            own = out
+        return own.to(self.dtype, copy=True).view(slot.shape)
+
+    @torch.no_grad()
+    def store_gradient(self, index: int, values: Tensor) -> None:
+        """Overwrite the gradient of parameter ``index``: each rank keeps its own part of ``values``."""
+        own, whole = self.current_gradient(index)
+        if own is None:
+            return
+        flat = values.reshape(-1)
+        if not whole:
+            low, high = self.layout.pieces(index)[self.comm.rank]
+            flat = flat[low:high]
+        own.copy_(flat)
+
+    @torch.no_grad()
+    def zero_gradient(self, index: int) -> None:
+        """``zero_grad(set_to_none=False)``: the gradient stays, as zeros."""
+        own, _ = self.current_gradient(index)
+        if own is not None:
+            own.zero_()
+
+
+class Unit:
+    """Flats that live together. All changes of state go through :meth:`move` and :meth:`move_grad`."""
+
+    def __init__(self, index: int, spec: UnitSpec, flats: Sequence[Flat], sharded: bool) -> None:
+        self.index, self.name = index, spec.name or "(root)"
+        self.modules, self.is_root = spec.modules, spec.is_root
+        self.flats = list(flats)
+        self.sharded = sharded
+        self.state = ParamState.UNSHARDED
+        self.grad_state = GradState.EMPTY
+        self.handles: list[Handle] = []
+        self.active = 0
+        self.awaited: set[int] = set()
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters, without padding."""
+        return sum(p.numel() for flat in self.flats for p in flat.params)
+
+    def move(self, state: ParamState) -> None:
+        """Change the parameters' state."""
+        self._check(self.state, state)
+        self.state = state
+
+    def move_grad(self, state: GradState) -> None:
+        """Change the gradients' state."""
+        if state is not self.grad_state:
+            self._check(self.grad_state, state)
+            self.grad_state = state
+
+    def _check(self, old: Enum, new: Enum) -> None:
+        if (old, new) not in _LEGAL:
+            raise AssertionError(f"Unit {self.name!r} cannot go from {old.value} to {new.value}.")
+
+
+def is_half(dtype: torch.dtype) -> bool:
+    """Whether sums and masters of this dtype are kept in fp32."""
+    return dtype in (torch.float16, torch.bfloat16)
+
+
+def make_flats(spec: UnitSpec, dtypes: dict[int, torch.dtype], comm: Communicator, pool: Pool, whole: bool, owns_all: bool) -> list[Flat]:
+    """Group a unit's parameters by compute dtype, user's dtype and trainability."""
+    groups: dict[tuple[torch.dtype, torch.dtype, bool], dict[str, Param]] = {}
+    for name, param in spec.params.items():
+        groups.setdefault((dtypes[id(param)], param.dtype, param.requires_grad), {})[name] = param
+    unit_name = spec.name or "(root)"
+    flats = []
+    for number, ((dtype, _, _), params) in enumerate(groups.items()):
+        name = unit_name if len(groups) == 1 else f"{unit_name}[{number}]"
+        flats.append(Flat(name, params, dtype, comm, pool, whole, owns_all))
+    return flats

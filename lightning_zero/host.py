@@ -1,0 +1,170 @@
+"""What belongs to the process and its host rather than to one run: communicators, free memory, files."""
+
+import atexit
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_zero.checkpoint import full
+from lightning_zero.engine import Communicator, Engine, PeerError
+
+# ---------------------------------------------------------------------- communicators
+
+
+class _Key(NamedTuple):
+    device: torch.device
+    timeout: timedelta
+
+
+_communicators: dict[_Key, tuple[Any, Communicator]] = {}
+"""One communicator for the life of a default process group, for all Trainers in the process."""
+
+
+def find_communicator(device: torch.device, timeout: timedelta) -> Communicator | None:
+    """This process' communicator over the present default process group, if there is one. No collective."""
+    world, comm = _communicators.get(_Key(device, timeout), (None, None))
+    return comm if world is dist.group.WORLD else None
+
+
+def make_communicator(device: torch.device, timeout: timedelta) -> Communicator:
+    """A new communicator over the default process group. Collective."""
+    _, old = _communicators.pop(_Key(device, timeout), (None, None))
+    if old is not None:
+        old.close()
+    comm = Communicator(device, timeout)
+    _communicators[_Key(device, timeout)] = (dist.group.WORLD, comm)
+    return comm
+
+
+def drop_communicator(comm: Communicator) -> None:
+    """Close a communicator that cannot be used any more. No collective."""
+    for key, (_, known) in list(_communicators.items()):
+        if known is comm:
+            del _communicators[key]
+    comm.close()
+
+
+def clean_up_at_exit() -> None:
+    """Close communicators, and the default process group if it does not exist yet, when the process ends.
+
+    Lightning leaves gloo's groups to the interpreter, whose end now and then aborts in their threads.
+    """
+    if not dist.is_initialized():
+        atexit.unregister(_destroy_default_group)
+        atexit.register(_destroy_default_group)
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)  # before the default group: the last registered runs first
+
+
+def _close_all() -> None:
+    for _, comm in _communicators.values():
+        comm.close()
+    _communicators.clear()
+
+
+def _destroy_default_group() -> None:
+    with suppress(Exception):  # a broken group cannot be destroyed cleanly, and the process ends anyway
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextmanager
+def together(comm: Communicator | None) -> Iterator[None]:
+    """Let the block end alike on all ranks: an error on some of them is raised on every one. Collective.
+
+    A rank that failed raises its own error; the others a RuntimeError with its words.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as own:
+        error = own
+    if comm is not None:
+        try:
+            comm.agree(None if error is None else f"{type(error).__name__}: {error}")
+        except RuntimeError:
+            if error is None:
+                raise
+    if error is not None:
+        raise error
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def free_memory() -> int | None:
+    """Bytes of host memory that can be had without swapping; None where the system does not say."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    with suppress(AttributeError, OSError, ValueError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def room_for_all(engine: Engine, ranks_here: int) -> bool:
+    """Whether whole parameters for every rank of this host fit into half of its free memory. Collective.
+
+    Says so where they do not.
+    """
+    flats = (flat for unit in engine.units if unit.sharded for flat in unit.flats)
+    need = ranks_here * sum(flat.layout.numel * flat.user_dtype.itemsize for flat in flats)
+    free = free_memory()
+    fits = free is None or need <= free / 2
+    try:
+        engine.comm.agree(None if fits else f"{need:,} bytes needed, {free:,} free")
+    except PeerError:
+        raise
+    except RuntimeError as refusal:
+        rank_zero_warn(
+            "Whole parameters for every rank would take more than half of the free host memory, so the module stays"
+            f" sharded after the run ({refusal}). Save it with trainer.save_checkpoint(), or read it inside"
+            " lightning_zero.gathered(module)."
+        )
+        return False
+    return True
+
+
+# ---------------------------------------------------------------------- files
+
+
+class LocalCheckpointIO(TorchCheckpointIO):
+    """Lightning's plain files, written and read without a second copy in memory where they are local.
+
+    Lightning serialises into memory first, which doubles what rank 0 holds, and reads a whole file on every rank.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Write ``checkpoint`` to ``path``; an old file stays until the new one is complete."""
+        local = _local(path)
+        if local is None or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+        else:
+            full.write(checkpoint, local)
+
+    def load_checkpoint(
+        self, path: Any, map_location: Callable[..., Any] | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read ``path``; tensors of a local file stay on disk until they are used."""
+        local = _local(path)
+        if local is None or not local.is_file():
+            return super().load_checkpoint(path, map_location or _stay, weights_only)
+        return full.read(local, map_location or _stay, weights_only)
+
+
+def _stay(storage: Any, location: str) -> Any:
+    return storage
+
+
+def _local(path: Any) -> Path | None:
+    text = os.fspath(path)
+    return None if "://" in text or "::" in text else Path(text)

@@ -1,0 +1,53 @@
+"""Classes and names of the strategies, for each Lightning namespace.
+
+There are two namespaces, ``lightning.pytorch`` and ``pytorch_lightning``, whose classes have nothing to do with each
+other. Each gets a strategy class of its own, made from the same methods.
+"""
+
+import sys
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from lightning_zero.strategy import ZeroMethods, ZeroStrategy
+
+_STAGES = (1, 2, 3)
+_PREFIX = "ZeroStrategy_of_"
+
+
+@cache
+def make_strategy(namespace: str) -> type[ZeroMethods]:
+    """The strategy class for a namespace, ``lightning.pytorch`` or ``pytorch_lightning``."""
+    if namespace == "lightning.pytorch":
+        return ZeroStrategy
+    base = import_module(f"{namespace}.strategies").DDPStrategy
+    names = {"__module__": __name__, "__qualname__": _PREFIX + namespace, "__doc__": ZeroStrategy.__doc__}
+    return type("ZeroStrategy", (ZeroMethods, base), names)
+
+
+def __getattr__(name: str) -> Any:
+    # Where pickle looks for such a class, in a process that may not have made it yet.
+    if name.startswith(_PREFIX):
+        return make_strategy(name.removeprefix(_PREFIX))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def register(namespace: str) -> None:
+    """Register ``zero1``, ``zero2`` and ``zero3`` with the registry of a namespace; doing it again is harmless.
+
+    Raises:
+        ValueError: a name is taken by somebody else's strategy.
+    """
+    registry = import_module(f"{namespace}.strategies").StrategyRegistry
+    strategy = make_strategy(namespace)
+    for stage in _STAGES:
+        name = f"zero{stage}"
+        ours = name in registry and registry[name]["strategy"].__module__.startswith("lightning_zero.")
+        registry.register(name, strategy, description=f"ZeRO stage {stage}", override=ours, stage=stage)
+
+
+def register_everywhere() -> None:
+    """Register with ``lightning.pytorch``, and with ``pytorch_lightning`` if the program has imported it."""
+    register("lightning.pytorch")
+    if "pytorch_lightning" in sys.modules:
+        register("pytorch_lightning")

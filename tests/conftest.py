@@ -1,0 +1,23 @@
+"""One thread per process, set before torch can start a pool: forked ranks would wait for threads that fork does not copy."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def fork_safe():
+    """Fail loudly when a test leaves this process in a state in which its forked ranks could not work."""
+    yield
+    assert torch.get_num_threads() == 1, "a test has changed the number of threads"
+    assert not torch.cuda.is_initialized(), "a test has started CUDA in the process that forks the ranks"
+    assert not torch.distributed.is_initialized(), "a test has left a process group behind"

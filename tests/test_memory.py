@@ -1,0 +1,157 @@
+"""Bytes: what the process holds when a backward's last gradient is in, against the formulas of the ZeRO paper.
+
+The C library is asked how many bytes are allocated, by whomever; nothing of the engine's own books is used. Two models of
+the same structure and different width are compared, so that everything that does not grow with the parameters cancels.
+"""
+
+import ctypes
+import gc
+
+import pytest
+import torch
+from harness import distributed
+from oracles import adamw, build_engine, communicator, precision
+from test_optimizers import SignMomentum
+from torch import nn
+
+DEPTH, SMALL, LARGE = 40, 64, 256
+
+
+class MallocInfo(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
+
+
+def allocated():
+    """Bytes that this process has allocated and not freed."""
+    library = ctypes.CDLL(None)
+    library.mallinfo2.restype = MallocInfo
+    info = library.mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+class Peak(list):
+    """A list of the engine's events that looks at the memory at each of them."""
+
+    def __init__(self):
+        self.highest = None
+
+    def append(self, event):
+        if self.highest is not None:
+            self.highest = max(self.highest, allocated())
+
+    def start(self):
+        self.highest = allocated()
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.lin = nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        return torch.relu(self.lin(x))
+
+
+class Tower(nn.Module):
+    """Many equal blocks and a batch of one row: bytes are those of parameters and what belongs to them. No shard is padded."""
+
+    config = {}
+
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width) for _ in range(DEPTH))
+        self.head = nn.Linear(width, 1, bias=False)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).float().mean()
+
+
+def numel(width):
+    return DEPTH * width * width + width
+
+
+def measure(width, comm, stage, accumulate, autocast):
+    """Most bytes between a window's last gradient and its backward's end, from before the model was made."""
+    gc.collect()
+    before = allocated()
+    model = Tower(width)
+    engine = build_engine(model, comm, autocast, stage=stage)
+    optimizer = adamw(model.named_parameters())
+    assert len([unit for unit in engine.units if not unit.is_root]) == DEPTH
+    peaks = []
+    for _ in range(3):
+        for micro in range(accumulate):
+            with engine.forward(), precision(autocast):
+                loss = model(torch.ones(1, width)) / accumulate
+            if micro == accumulate - 1:
+                engine.events = peak = Peak()
+                handle = model.layers[0].lin.weight.register_hook(lambda grad, p=peak: p.start())
+            with engine.backward(last=micro == accumulate - 1):
+                loss.backward()
+            del loss
+        peak.append("end")
+        peaks.append(peak.highest - before)
+        handle.remove()
+        engine.step(optimizer)
+        optimizer.zero_grad()
+    engine.release(whole=True)
+    return peaks[-1]
+
+
+def promised(stage, accumulate, world_size, autocast):
+    """Bytes a parameter: the parameter, its master, two moments and the gradient (DESIGN's table)."""
+    share = 1 / world_size
+    if stage == 3:
+        return 16 * share
+    if stage == 1 and accumulate > 1:
+        return 6 + 12 * share if autocast else 8 + 8 * share
+    return 2 + 16 * share if autocast else 4 + 12 * share
+
+
+def on_top(stage, accumulate, world_size, autocast):
+    """Units, in bytes a parameter of one: two gradients and a receive buffer; two live units where parameters are sharded."""
+    element = 2 if autocast else 4
+    wire = 4 if stage == 1 and accumulate > 1 else element
+    return (4 if stage == 3 else 2) * element + wire * (world_size - 1) / world_size
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc 2.33 and newer tells what is allocated")
+@distributed(world_size=[2, 4])
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_memory_of_the_paper(rank, world_size, stage, accumulate, autocast):
+    options = stage, accumulate, autocast
+    with communicator() as comm:
+        measure(SMALL, comm, *options)  # what is made once and kept is not counted
+        small, large = (measure(width, comm, *options) for width in (SMALL, LARGE))
+    slope = (large - small) / (numel(LARGE) - numel(SMALL))
+    allowed = 1.01 * promised(stage, accumulate, world_size, autocast) + on_top(stage, accumulate, world_size, autocast) / DEPTH
+    print("SLOPE", rank, slope, allowed)
+    assert slope <= allowed, f"{slope:.3f} bytes a parameter, allowed are {allowed:.3f}"
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_step_works_in_tiles(rank, world_size, stage):
+    """No temporary of an optimizer is larger than a tile."""
+    sizes = []
+
+    class Watching(SignMomentum):
+        def step(self, closure=None):
+            sizes.extend(p.numel() for group in self.param_groups for p in group["params"])
+            super().step(closure)
+
+    with communicator() as comm:
+        model = Tower(SMALL)
+        engine = build_engine(model, comm, stage=stage, tile_size=1024)
+        optimizer = Watching(model.parameters())
+        with engine.forward():
+            loss = model(torch.ones(1, SMALL))
+        with engine.backward():
+            loss.backward()
+        engine.step(optimizer)
+        engine.release(whole=True)
+    assert max(sizes) == 1024

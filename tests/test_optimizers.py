@@ -1,0 +1,381 @@
+"""The user's own optimizer over shards: the same numbers and the same state as over the whole, or a clear refusal."""
+
+import copy
+import itertools
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from harness import distributed
+from oracles import (
+    adamw,
+    assert_same,
+    assert_same_state,
+    build_engine,
+    communicator,
+    engine_step,
+    finish,
+    seeded,
+    train_engine,
+    train_plain,
+)
+from torch import optim
+from torch.optim import Optimizer, lr_scheduler
+
+
+class SignMomentum(Optimizer):
+    """Element-wise, and torch has never heard of it."""
+
+    def __init__(self, params, lr=0.01, momentum=0.9):
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                mean.mul_(group["momentum"]).add_(p.grad)
+                p.sub_(mean.sign(), alpha=group["lr"])
+
+
+class Counting(Optimizer):
+    """Element-wise, with a number in its group that one step must change once."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / group["k"])
+
+
+class NormScaled(Optimizer):
+    """Not element-wise: the step of an element depends on all others of its parameter."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / (p.grad.norm() + 1e-8), alpha=group["lr"])
+
+
+OPTIMIZERS = {
+    "sgd": partial(optim.SGD, lr=0.1),
+    "sgd_nesterov": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "sgd_fused": partial(optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "adam": partial(optim.Adam, lr=0.01, weight_decay=0.01),
+    "adam_amsgrad": partial(optim.Adam, lr=0.01, amsgrad=True, maximize=True),
+    "adam_tensor_lr": lambda params: optim.Adam(params, lr=torch.tensor(0.01)),
+    "adamw": partial(optim.AdamW, lr=0.01, weight_decay=0.1),
+    "adamw_foreach": partial(optim.AdamW, lr=0.01, foreach=True),
+    "adamw_fused": partial(optim.AdamW, lr=0.01, fused=True),
+    "adagrad": partial(optim.Adagrad, lr=0.05, lr_decay=0.01, initial_accumulator_value=0.1),
+    "adagrad_fused": partial(optim.Adagrad, lr=0.05, fused=True),
+    "rmsprop": partial(optim.RMSprop, lr=0.01, centered=True, momentum=0.9),
+    "nadam": partial(optim.NAdam, lr=0.01),
+    "radam": partial(optim.RAdam, lr=0.01),
+    "adadelta": partial(optim.Adadelta, lr=0.5),
+    "adamax": partial(optim.Adamax, lr=0.01),
+    "rprop": partial(optim.Rprop, lr=0.01),
+    "asgd": partial(optim.ASGD, lr=0.01, t0=2),
+    "custom": SignMomentum,
+    "custom_group_state": Counting,
+}
+
+
+def of_all(make):
+    return lambda named: make([p for _, p in named])
+
+
+def assert_equal_runs(rank, name, stages=(1, 3), **options):
+    """Sharded runs equal the plain loop, in weights and in optimizer state."""
+    make = partial(zoo.make, name)
+    want = train_plain(make, rank, dist.get_world_size(), **options)
+    with communicator() as comm:
+        for stage in stages:
+            got = train_engine(make, comm, stage=stage, reduce_at="window", tile_size=64, **options)
+            assert_same(got, want, f"stage {stage}", buffers=rank == 0)
+            if rank == 0:
+                assert_same_state(got.state, want.state, f"stage {stage}")
+            else:
+                assert got.state is None
+    return want
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_equals_the_whole_one(rank, world_size, name):
+    assert_equal_runs(rank, "Wide", stages=(3,), optimizer=of_all(OPTIMIZERS[name]))
+    assert_equal_runs(rank, "Unused", stages=(1,), optimizer=of_all(OPTIMIZERS[name]), accumulate=2)
+
+
+def by_ndim(named):
+    wide = [p for _, p in named if p.ndim > 1]
+    return optim.AdamW([{"params": wide, "weight_decay": 0.5}, {"params": [p for _, p in named if p.ndim <= 1]}], lr=0.01)
+
+
+def by_name(named):
+    groups = [[p for name, p in named if ("head" in name) == flag] for flag in (True, False)]
+    return optim.AdamW([{"params": groups[0], "lr": 0.1}, {"params": groups[1], "betas": (0.5, 0.9)}], lr=0.01)
+
+
+def with_names(named):
+    return optim.AdamW(named, lr=0.01)
+
+
+def with_empty_group(named):
+    return optim.AdamW([{"params": []}, {"params": [p for _, p in named]}], lr=0.01)
+
+
+def backwards(named):
+    return optim.AdamW([p for _, p in reversed(list(named))], lr=0.01)
+
+
+def one_each(named):
+    return optim.AdamW([{"params": [p], "lr": 0.01 * (i + 1)} for i, (_, p) in enumerate(named)])
+
+
+def not_all(named):
+    return optim.AdamW([p for name, p in named if "lin.weight" not in name], lr=0.01)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("groups", [by_ndim, by_name, with_names, with_empty_group, backwards, one_each, not_all])
+@pytest.mark.parametrize("name", ["Unused", "FewElements"])
+def test_parameter_groups(rank, world_size, name, groups):
+    assert_equal_runs(rank, name, optimizer=groups)
+
+
+@distributed(world_size=2)
+def test_group_added_during_the_run(rank, world_size):
+    """Parameters that were in no group get their state, and begin to move, from then on."""
+
+    def follow(optimizer, named):
+        left = {"params": [p for name, p in named if "lin.weight" in name], "lr": 0.05}
+        calls = itertools.count()
+        return lambda: optimizer.add_param_group(left) if next(calls) == 2 else None
+
+    want = assert_equal_runs(rank, "Blocks", optimizer=not_all, follow=follow)
+    assert len(want.state["state"]) == 9
+
+
+SCHEDULERS = {
+    "lambda": lambda o, _: lr_scheduler.LambdaLR(o, lambda k: 1 / (1 + k)).step,
+    "one_cycle": lambda o, _: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=10).step,
+    "sequential": lambda o, _: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.5)], milestones=[3]
+    ).step,
+}
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_schedulers_act_on_the_users_optimizer(rank, world_size, scheduler):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a scheduler warns when the optimizer that it knows is not the one that steps
+        assert_equal_runs(rank, "Gpt", optimizer=by_ndim, follow=SCHEDULERS[scheduler])
+
+
+@distributed(world_size=2)
+def test_hooks_see_one_step_and_the_users_parameters(rank, world_size):
+    with communicator() as comm:
+        for stage in (0, 1, 3):
+            model = zoo.make("Wide", rank)
+            engine = build_engine(model, comm, stage=stage, tile_size=64)
+            optimizer = adamw(model.named_parameters())
+            groups, params = optimizer.param_groups, list(model.parameters())
+            before, after = [], []
+            optimizer.register_step_pre_hook(lambda o, args, kwargs, seen=before: seen.append(o))
+            optimizer.register_step_post_hook(lambda o, args, kwargs, seen=after: seen.append(o))
+            for step in range(3):
+                engine_step(engine, model, optimizer, comm, step)
+            assert before == after == [optimizer] * 3
+            assert optimizer.param_groups is groups
+            assert all(mine is theirs for mine, theirs in zip(groups[0]["params"], params, strict=True))
+            engine.release(whole=True)
+
+
+def drop_by_optimizer(model, optimizer):
+    optimizer.zero_grad()
+
+
+def drop_by_module(model, optimizer):
+    model.zero_grad()
+
+
+def drop_one_by_one(model, optimizer):
+    for p in model.parameters():
+        p.grad = None
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("drop", [drop_by_optimizer, drop_by_module, drop_one_by_one])
+@pytest.mark.parametrize("last", [False, True])
+def test_gradients_that_the_user_drops_are_gone(rank, world_size, drop, last):
+    """One backward, its gradients dropped, then another backward: only the second counts."""
+    make = partial(zoo.make, "Blocks")
+    want = train_plain(make, rank, world_size, steps=1)
+    with communicator() as comm:
+        for stage in (0, 1, 2, 3):
+            model = make(rank)
+            engine = build_engine(model, comm, stage=stage)
+            optimizer = adamw(model.named_parameters())
+            with engine.forward():
+                loss = model.loss(seeded(model, rank, 55))
+            with engine.backward(last=last):
+                loss.backward()
+            drop(model, optimizer)
+            assert all(p.grad is None for p in model.parameters())
+            losses, _ = engine_step(engine, model, optimizer, comm, 0)
+            engine.release(whole=True)
+            assert_same(finish(model, losses, []), want, f"stage {stage}")
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("dropped", ["zeros", "nothing"])
+def test_step_after_dropped_gradients(rank, world_size, dropped):
+    """``set_to_none=False`` leaves zeros, with which weights decay; ``None`` leaves weights alone."""
+    with communicator() as comm:
+        for stage in (0, 1, 2, 3):
+            model = zoo.make("Blocks", 0)
+            start = {name: p.detach().clone() for name, p in model.named_parameters()}
+            engine = build_engine(model, comm, stage=stage)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.5)
+            with engine.forward():
+                loss = model.loss(seeded(model, rank, 0))
+            with engine.backward():
+                loss.backward()
+            optimizer.zero_grad(set_to_none=dropped == "nothing")
+            engine.step(optimizer)
+            engine.release(whole=True)
+            for name, p in model.named_parameters():
+                factor = 0.75 if dropped == "zeros" else 1.0
+                torch.testing.assert_close(p.detach(), factor * start[name], msg=lambda m, s=stage: f"stage {s}: {m}")
+
+
+@distributed(world_size=2)
+def test_one_dropped_gradient(rank, world_size):
+    """A single ``p.grad = None`` leaves the other gradients, of the same unit too."""
+    with communicator() as comm:
+        for stage in (0, 1, 2, 3):
+            model = zoo.make("Blocks", 0)
+            start = {name: p.detach().clone() for name, p in model.named_parameters()}
+            engine = build_engine(model, comm, stage=stage)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            with engine.forward():
+                loss = model.loss(seeded(model, rank, 0))
+            with engine.backward():
+                loss.backward()
+            model.blocks[1].lin.weight.grad = None
+            engine.step(optimizer)
+            engine.release(whole=True)
+            moved = {name for name, p in model.named_parameters() if (p != start[name]).any()}
+            assert moved == set(start) - {"blocks.1.lin.weight"}, f"stage {stage}"
+
+
+REFUSED = {
+    "LBFGS": lambda model: optim.LBFGS(model.parameters()),
+    "Muon": lambda model: optim.Muon([p for p in model.parameters() if p.ndim == 2]),
+    "Adafactor": lambda model: optim.Adafactor(model.parameters()),
+    "SparseAdam": lambda model: optim.SparseAdam(list(model.parameters())),
+    "NormScaled": lambda model: NormScaled(model.parameters()),
+}
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("name", REFUSED)
+def test_optimizers_that_need_whole_parameters_are_refused(rank, world_size, name):
+    with communicator() as comm:
+        for stage in (1, 3):
+            model = zoo.make("Blocks", rank)
+            engine = build_engine(model, comm, stage=stage)
+            optimizer = REFUSED[name](model)
+            with pytest.raises(ValueError, match=name):
+                engine.check_optimizer(optimizer)
+            with engine.forward():
+                loss = model.loss(seeded(model, rank, 0))
+            with engine.backward():
+                loss.backward()
+            with pytest.raises(ValueError, match=name):
+                engine.step(optimizer)
+            engine.release(whole=True)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("optimizer", [by_ndim, of_all(OPTIMIZERS["sgd_nesterov"]), of_all(OPTIMIZERS["adamw_fused"]), with_names])
+def test_state_travels_between_stages_and_plain_torch(rank, world_size, optimizer):
+    """Three steps, the state into a new optimizer of another stage, three more: six steps at once."""
+    make = partial(zoo.make, "Unused")
+    want = train_plain(make, rank, world_size, optimizer=optimizer)
+    half = train_plain(make, rank, world_size, optimizer=optimizer, steps=3)
+    with communicator() as comm:
+        saved = half.state  # plain torch's own
+        weights = half.weights
+        for first, second in itertools.pairwise((3, 0, 2, 1, 3)):
+            model = make(rank)
+            model.load_state_dict(weights)
+            engine = build_engine(model, comm, stage=second)
+            chosen = optimizer(list(model.named_parameters()))
+            engine.load_optimizer_state(chosen, copy.deepcopy(saved))
+            for step in range(3, 6):
+                engine_step(engine, model, chosen, comm, step)
+            state = engine.optimizer_state(chosen)
+            engine.release(whole=True)
+            assert_same(finish(model, want.losses, []), want, f"stage {first} to {second}")
+            if rank == 0:
+                assert_same_state(state, want.state, f"stage {first} to {second}")
+            box = [train_engine(make, comm, stage=second, steps=3, optimizer=optimizer).state]
+            dist.broadcast_object_list(box)
+            saved = box[0]
+    plain = optimizer([(name, p) for name, p in make(0).named_parameters()])
+    plain.load_state_dict(saved)
+    assert_same_state(plain.state_dict(), half.state)
+
+
+@distributed(world_size=2)
+def test_state_of_another_shape_is_refused(rank, world_size):
+    with communicator() as comm:
+        model = zoo.make("Blocks", rank)
+        engine = build_engine(model, comm)
+        optimizer = adamw(model.named_parameters())
+        other = train_plain(partial(zoo.make, "Blocks"), 0, 1, steps=1, optimizer=by_ndim).state
+        with pytest.raises(ValueError, match="group"):
+            engine.load_optimizer_state(optimizer, other)
+        engine.release(whole=True)
+
+
+@distributed(world_size=2)
+def test_two_optimizers(rank, world_size):
+    """Each step moves the parameters of its own optimizer only; state is kept per optimizer."""
+    with communicator() as comm:
+        for stage in (0, 1, 3):
+            model = zoo.make("Blocks", rank)
+            engine = build_engine(model, comm, stage=stage)
+            body, head = adamw(model.blocks.named_parameters()), adamw(model.head.named_parameters())
+            with engine.gathered(model):
+                start = {name: p.detach().clone() for name, p in model.named_parameters()}
+            engine_step(engine, model, body, comm, 0)
+            model.zero_grad()
+            with engine.gathered(model):
+                moved = {name.split(".")[0] for name, p in model.named_parameters() if (p != start[name]).any()}
+            assert moved == {"blocks"}, f"stage {stage}: {moved} moved"
+            engine_step(engine, model, head, comm, 1)
+            states = engine.optimizer_state(body), engine.optimizer_state(head)
+            engine.release(whole=True)
+            assert (model.head.weight != start["head.weight"]).any()
+            assert (model.stem.weight == start["stem.weight"]).all()
+            if rank == 0:
+                assert [len(state["state"]) for state in states] == [6, 1]

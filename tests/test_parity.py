@@ -1,0 +1,249 @@
+"""The numbers: every stage, size and world against torch's DDP and a plain loop, to the bit."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from harness import distributed
+from oracles import (
+    adamw,
+    assert_close,
+    assert_same,
+    build_engine,
+    communicator,
+    finish,
+    seeded,
+    train_ddp,
+    train_engine,
+    train_plain,
+)
+
+STAGES = (0, 1, 2, 3)
+REDUCE_AT = ("window", "micro_batch")
+
+
+def assert_ranks_equal(comm, run):
+    """All ranks hold the same weights."""
+    for name, value in run.weights.items():
+        other = value.clone()
+        comm.broadcast_(other)
+        assert torch.equal(other, value), f"{name} of rank {comm.rank} is not rank 0's"
+
+
+def assert_equals_plain(got, want, make, what):
+    if make().late_gradients:
+        assert_close(got, want, what)
+    else:
+        assert_same(got, want, what, buffers=dist.get_rank() == 0)
+
+
+@distributed(world_size=[1, 2, 3, 4])
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_stages_are_equal(rank, world_size, name):
+    make = partial(zoo.make, name)
+    want = train_plain(make, rank, world_size)
+    with communicator() as comm:
+        runs = {stage: train_engine(make, comm, stage=stage) for stage in STAGES}
+        assert_ranks_equal(comm, runs[3])
+    for stage in STAGES[1:]:
+        assert_same(runs[stage], runs[0], f"stage {stage} is not stage 0")
+    assert_equals_plain(runs[0], want, make, "stage 0 is not the plain loop")
+    if world_size == 2 and make().not_for_ddp is None:
+        assert_same(runs[0], train_ddp(make, rank), "stage 0 is not DDP")
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_accumulation(rank, world_size, name):
+    make = partial(zoo.make, name)
+    with communicator() as comm:
+        for reduce_at in REDUCE_AT:
+            want = train_plain(make, rank, world_size, accumulate=3, reduce_at=reduce_at)
+            runs = [train_engine(make, comm, stage=s, reduce_at=reduce_at, accumulate=3) for s in STAGES]
+            for stage in STAGES[1:]:
+                assert_same(runs[stage], runs[0], f"stage {stage} is not stage 0, {reduce_at}")
+            assert_equals_plain(runs[0], want, make, f"the plain loop, {reduce_at}")
+    if make().not_for_ddp is None:
+        ddp = train_ddp(make, rank, accumulate=3)
+        window = train_plain(make, rank, world_size, accumulate=3)
+        assert_same(window, ddp, "the plain loop is not DDP", buffers=rank == 0)
+
+
+@distributed(world_size=[3, 4])
+@pytest.mark.parametrize("name", ["Gpt", "Tied", "Branchy", "MixtureOfExperts", "HalfBlock", "ReusedReentrant"])
+def test_accumulation_on_more_ranks(rank, world_size, name):
+    make = partial(zoo.make, name)
+    with communicator() as comm:
+        for reduce_at in REDUCE_AT:
+            runs = [train_engine(make, comm, stage=s, reduce_at=reduce_at, accumulate=3) for s in STAGES]
+            for stage in STAGES[1:]:
+                assert_same(runs[stage], runs[0], f"stage {stage}, {reduce_at}")
+
+
+@distributed(world_size=2)
+def test_default_place_of_the_reduction(rank, world_size):
+    make = partial(zoo.make, "Gpt")
+    with communicator() as comm:
+        for stage in STAGES:
+            usual = "window" if stage < 2 else "micro_batch"
+            want = train_engine(make, comm, stage=stage, reduce_at=usual, accumulate=3)
+            other = train_engine(make, comm, stage=stage, reduce_at=REDUCE_AT[stage < 2], accumulate=3)
+            got = train_engine(make, comm, stage=stage, accumulate=3)
+            assert_same(got, want, f"stage {stage}")
+            assert got.weights["token.weight"].ne(other.weights["token.weight"]).any(), "both orders give the same sums"
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("name", ["Gpt", "Tied", "Unused", "Branchy", "Complex", "MixedPrecisions", "ZeroElements", "SparseEmbedding"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_clipping_by_the_global_norm(rank, world_size, name, accumulate):
+    make = partial(zoo.make, name)
+    ddp_ok = make().not_for_ddp is None
+    with communicator() as comm:
+        for stage in STAGES:
+            options = {"accumulate": accumulate, "clip": 0.05}
+            reduce_at = "window" if stage < 2 else "micro_batch"
+            got = train_engine(make, comm, stage=stage, **options)
+            want = train_plain(make, rank, world_size, reduce_at=reduce_at, **options)
+            assert got.norms == want.norms
+            assert min(got.norms) > 0.05, "nothing was clipped"
+            assert_same(got, want, f"stage {stage}", buffers=rank == 0)
+            if ddp_ok and stage < 2:
+                assert_same(got, train_ddp(make, rank, **options), f"stage {stage} is not DDP")
+            if ddp_ok:
+                theirs = train_ddp(make, rank, torch_clip=True, **options)
+                torch.testing.assert_close(got.norms, theirs.norms, rtol=1e-3, atol=0)
+                assert_close(got, theirs, "torch's clipping", rtol=1e-3)
+
+
+@distributed(world_size=2)
+def test_clipping_by_value(rank, world_size):
+    with communicator() as comm:
+        for stage in STAGES:
+            model = zoo.make("Unused", rank)
+            engine = build_engine(model, comm, stage=stage)
+            optimizer = adamw(model.named_parameters())
+            with engine.forward():
+                loss = model.loss(seeded(model, rank, 0))
+            with engine.backward():
+                loss.backward()
+            before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            engine.clip_grad_value_(optimizer, 0.01)
+            for name, p in model.named_parameters():
+                if name in before:
+                    assert before[name].abs().max() > 0.01
+                    assert torch.equal(p.grad.clone(), before[name].clamp(-0.01, 0.01)), name
+                else:
+                    assert p.grad is None
+            engine.release(whole=True)
+
+
+SIZES = [
+    {"min_unit_bytes": 2**24},
+    {"min_unit_bytes": 1000},
+    {"max_unit_bytes": 500},
+    {"tile_size": 64},
+    {"tile_size": 4096},
+    {"tile_size": 0},
+    {"prefetch": 0},
+    {"prefetch": 3},
+    {"persistence_threshold": 10},
+    {"persistence_threshold": 10**6},
+    {"unit_classes": ("Linear",)},
+    {"saved_tensors_hooks": False},
+]
+
+
+@distributed(world_size=[2, 3])
+@pytest.mark.parametrize("name", ["Wide", "Gpt", "Tied", "Reused"])
+def test_sizes_change_no_bit(rank, world_size, name):
+    make = partial(zoo.make, name)
+    with communicator() as comm:
+        want = train_engine(make, comm, stage=0, steps=3)
+        for stage in (1, 3):
+            for config in SIZES:
+                got = train_engine(make, comm, stage=stage, steps=3, **config)
+                assert_same(got, want, f"stage {stage}, {config}")
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("name", ["DeepMlp", "Blocks", "Gpt", "Tied", "Frozen", "Unused", "Reused", "CheckpointedBlocks"])
+def test_bf16_compute_equals_ddp_under_autocast(rank, world_size, name):
+    make = partial(zoo.make, name)
+    with communicator() as comm:
+        for accumulate in (1, 3):
+            want = train_ddp(make, rank, accumulate=accumulate, autocast=True)
+            for stage in STAGES:
+                got = train_engine(
+                    make, comm, stage=stage, reduce_at="window", accumulate=accumulate, autocast=True
+                )
+                assert_same(got, want, f"stage {stage}, accumulate {accumulate}")
+        ranks_first = [train_engine(make, comm, stage=stage, accumulate=3, autocast=True) for stage in (2, 3)]
+        assert_same(*ranks_first, "stage 2 is not stage 3")
+
+
+@distributed(world_size=2)
+def test_several_backwards_of_one_forward(rank, world_size):
+    """Two losses over one graph: their gradients add up, as the gradients of their sum."""
+
+    def train(stage, split):
+        model = zoo.make("Blocks", rank)
+        engine = build_engine(model, comm, stage=stage)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            batch = seeded(model, rank, step)
+            with engine.forward():
+                out = model(batch.x)
+                losses = [out.pow(2).mean(), (out - batch.y).abs().mean()]
+            with engine.backward():
+                if split:
+                    losses[0].backward(retain_graph=True)
+                    losses[1].backward()
+                else:
+                    (losses[0] + losses[1]).backward()
+            engine.step(optimizer)
+            optimizer.zero_grad()
+        engine.release(whole=True)
+        return finish(model, [], [])
+
+    with communicator() as comm:
+        want = train(0, split=True)
+        assert_close(want, train(0, split=False), "the sum of the losses")
+        for stage in STAGES[1:]:
+            assert_same(train(stage, split=True), want, f"stage {stage}")
+
+
+@distributed(world_size=2)
+def test_evaluation_between_steps(rank, world_size):
+    """Forwards without gradients, in and between steps, see the present weights and change nothing."""
+
+    def train(stage, evaluate):
+        model = zoo.make("Gpt", rank)
+        engine = build_engine(model, comm, stage=stage)
+        optimizer = adamw(model.named_parameters())
+        seen = []
+        for step in range(3):
+            with engine.forward():
+                loss = model.loss(seeded(model, rank, step))
+            with engine.backward():
+                loss.backward()
+            engine.step(optimizer)
+            optimizer.zero_grad()
+            if evaluate:
+                model.eval()
+                for number in range(2):
+                    with engine.forward(), torch.no_grad() if number else torch.inference_mode():
+                        seen.append(model.loss(seeded(model, rank, 100)).item())
+                model.train()
+        engine.release(whole=True)
+        return finish(model, [], []), seen
+
+    with communicator() as comm:
+        want, _ = train(0, evaluate=False)
+        losses = [train(stage, evaluate=True) for stage in STAGES]
+    assert losses[0][1][0] == losses[0][1][1] and len(set(losses[0][1])) == 3
+    for stage in STAGES:
+        assert_same(losses[stage][0], want, f"stage {stage}")
+        assert losses[stage][1] == losses[0][1]

@@ -1,0 +1,403 @@
+"""The strategy in a Trainer: what Lightning calls, in which order, and how a run ends."""
+
+import os
+import pickle
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import distributed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_zero
+from lightning_zero import ZeroStrategy, host
+from lightning_zero.precision import ZeroPrecision, compute_dtype
+
+STAGES = [1, 2, 3]
+DIM = 8
+
+
+class Net(LightningModule):
+    """Blocks that become units of their own, an embedding of the inputs' signs, and a norm."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.signs = nn.Embedding(2, DIM)
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+        self.norm = nn.LayerNorm(DIM)
+        self.head = nn.Linear(DIM, 1)
+
+    def forward(self, x):
+        x = x + self.signs((x > 0).long()).mean(-2)
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return self.head(self.norm(x))
+
+    def training_step(self, batch, batch_idx):
+        return F.mse_loss(self(batch[0]).float(), batch[1])
+
+    def test_step(self, batch, batch_idx):
+        self.log("loss", F.mse_loss(self(batch[0]).float(), batch[1]), sync_dist=True)
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def loader(n=16, batch_size=2):
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(n, DIM, generator=generator), torch.randn(n, 1, generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
+
+
+def zero(stage, **settings):
+    return ZeroStrategy(stage=stage, min_unit_bytes=0, **settings)
+
+
+def trainer(rank, world_size, folder, strategy, **kwargs):
+    """A Trainer for a rank that the harness has made."""
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
+    kwargs = {"max_epochs": 1, "enable_checkpointing": False, **kwargs}
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(accelerator="cpu", devices=world_size, strategy=strategy, default_root_dir=folder, **quiet, **kwargs)
+
+
+def fitted(rank, world_size, folder, strategy, model=None, **kwargs):
+    model = model or Net()
+    trainer(rank, world_size, folder, strategy, **kwargs).fit(model, loader())
+    return model
+
+
+def is_plain(module):
+    """No hooks, no guard, whole values, nothing of the engine left."""
+    hooks = [m for m in module.modules() if m._forward_hooks or m._forward_pre_hooks]
+    whole = all(type(p) is nn.Parameter and torch.isfinite(p).all() for p in module.parameters())
+    left = [p for p in module.parameters() if hasattr(p, "_zero_place") or p._post_accumulate_grad_hooks]
+    return not hooks and whole and not left
+
+
+# ---------------------------------------------------------------------- names and settings
+
+
+def test_public_names():
+    assert lightning_zero.__all__ == ["ZeroConfig", "ZeroStrategy", "__version__", "gathered"]
+    assert all(hasattr(lightning_zero, name) for name in lightning_zero.__all__)
+
+
+def test_importing_registers_and_importing_again_is_harmless():
+    for stage in STAGES:
+        strategy = StrategyRegistry.get(f"zero{stage}")
+        assert type(strategy) is ZeroStrategy and strategy.config.stage == stage
+    program = (
+        "import sys, lightning_zero; "
+        "[sys.modules.pop(name) for name in list(sys.modules) if name.startswith('lightning_zero')]; "
+        "import lightning_zero; from lightning.pytorch.strategies import StrategyRegistry; "
+        "assert type(StrategyRegistry.get('zero3')) is lightning_zero.ZeroStrategy"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+
+
+def test_unknown_settings_are_refused_with_the_nearest_name():
+    with pytest.raises(TypeError, match="prefetch"):
+        ZeroStrategy(stage=3, prefetched=2)
+    with pytest.raises(ValueError, match="stage=4"):
+        ZeroStrategy(stage=4)
+
+
+def test_strategies_can_be_pickled_for_spawned_ranks():
+    strategy = StrategyRegistry.get("zero2")
+    strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
+    copy = pickle.loads(pickle.dumps(strategy))
+    assert copy.config == strategy.config and copy.precision_plugin.precision == "bf16-mixed"
+
+
+def test_other_devices_are_refused():
+    strategy = ZeroStrategy(parallel_devices=[torch.device("mps")])
+    with pytest.raises(RuntimeError, match="not on MPS"):
+        strategy.setup_environment()
+
+
+# ---------------------------------------------------------------------- precision
+
+
+@pytest.mark.parametrize(
+    "plugin", [Precision(), MixedPrecision("bf16-mixed", "cpu"), HalfPrecision("bf16-true"), DoublePrecision()]
+)
+def test_plugins_stay_what_they_are(plugin):
+    kind, strategy = type(plugin), ZeroStrategy(precision_plugin=plugin)
+    assert strategy.precision_plugin is plugin is strategy.precision_plugin
+    assert (
+        isinstance(plugin, kind)
+        and isinstance(plugin, ZeroPrecision)
+        and type(plugin).__qualname__ == kind.__qualname__
+    )
+
+
+def test_without_a_plugin_there_is_one_object():
+    strategy = ZeroStrategy()
+    assert strategy.precision_plugin is strategy.precision_plugin and strategy.precision_plugin.precision == "32-true"
+    assert strategy._precision_plugin is None  # or the Trainer would take it for the user's choice
+
+
+def test_plugins_that_cannot_work_are_refused_by_name():
+    with pytest.raises(ValueError, match="GradScaler"):
+        ZeroStrategy(precision_plugin=MixedPrecision("16-mixed", "cpu"))
+    foreign = type("TransformerEnginePrecision", (Precision,), {})()
+    with pytest.raises(ValueError, match="TransformerEnginePrecision"):
+        ZeroStrategy(precision_plugin=foreign)
+
+
+def test_which_parameters_bf16_mixed_rounds():
+    class MyLinear(nn.Linear):
+        pass
+
+    module = nn.ModuleDict(
+        {
+            "linear": nn.Linear(2, 2),
+            "conv": nn.Conv2d(1, 1, 1),
+            "mine": MyLinear(2, 2),
+            "norm": nn.LayerNorm(2),
+            "embedding": nn.Embedding(2, 2),
+            "tied": nn.Linear(2, 2, bias=False),
+            "wide": nn.Linear(2, 2).double(),
+            "attention": nn.MultiheadAttention(2, 1),
+            "layer": nn.TransformerEncoderLayer(2, 1, 2),
+        }
+    )
+    module["tied"].weight = module["embedding"].weight
+    dtype = compute_dtype(module, "bf16-mixed")
+    rounded = {name for name, param in module.named_parameters() if dtype(param) is torch.bfloat16}
+    assert rounded == {"linear.weight", "linear.bias", "conv.weight", "conv.bias"}
+    assert dtype(module["wide"].weight) is torch.float64
+    assert compute_dtype(module, "32-true") is None
+
+
+# ---------------------------------------------------------------------- runs
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_equal_to_ddp_to_the_bit(rank, world_size, precision, tmp_path):
+    kwargs = {"precision": precision, "accumulate_grad_batches": 1, "max_epochs": 2}
+    want = fitted(rank, world_size, tmp_path, DDPStrategy(), **kwargs).state_dict()
+    for stage in [0, *STAGES]:
+        model = fitted(rank, world_size, tmp_path, zero(stage), **kwargs)
+        assert is_plain(model)
+        for name, value in model.state_dict().items():
+            assert value.dtype == torch.float32 and torch.equal(value, want[name]), (stage, name)
+
+
+@distributed(world_size=[1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_all_kinds_of_runs_after_one_another(rank, world_size, stage, tmp_path):
+    runner, model = trainer(rank, world_size, tmp_path, zero(stage)), Net()
+    before = runner.test(model, loader(), verbose=False)
+    runner.fit(model, loader())
+    after = runner.test(model, loader(), verbose=False)
+    assert after[0]["loss"] < before[0]["loss"] and is_plain(model)
+    runner.predict(model, loader())
+    runner.fit_loop.max_epochs = 2
+    runner.fit(model, loader())
+    assert runner.global_step == 2 * 8 // world_size and is_plain(model)
+    made = len(dist.distributed_c10d._world.pg_map)
+    trainer(rank, world_size, tmp_path, zero(stage)).test(model, loader(), verbose=False)
+    assert len(dist.distributed_c10d._world.pg_map) == made, "every run has made process groups"
+
+
+@distributed(world_size=[2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_with_different_numbers_of_batches_predict(rank, world_size, stage, tmp_path):
+    model = Net()
+    with torch.no_grad():
+        want = {i: model(x) for i, (x, _) in enumerate(loader(7, 1))}
+    got = trainer(rank, world_size, tmp_path, zero(stage)).predict(model, loader(7, 1))
+    assert len(got) == len(range(rank, 7, world_size))
+    for i, out in zip(range(rank, 7, world_size), got, strict=True):
+        torch.testing.assert_close(out, want[i])
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_hooks_see_final_gradients(rank, world_size, stage, tmp_path):
+    seen = []
+
+    class Model(Net):
+        def on_after_backward(self):
+            seen.append({name: p.grad.clone() for name, p in self.named_parameters()})
+
+    fitted(rank, world_size, tmp_path, zero(stage), Model(), limit_train_batches=1)
+    for name, grad in seen[0].items():
+        both = [torch.empty_like(grad) for _ in range(world_size)]
+        dist.all_gather(both, grad)
+        assert torch.equal(both[0], both[1]) and grad.shape == Net().get_parameter(name).shape, name
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipping_is_that_of_all_ranks(rank, world_size, algorithm, tmp_path):
+    class Model(Net):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    kwargs = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
+    want = fitted(rank, world_size, tmp_path, DDPStrategy(), Model(), **kwargs).state_dict()
+    for stage in STAGES:
+        for name, value in fitted(rank, world_size, tmp_path, zero(stage), Model(), **kwargs).state_dict().items():
+            torch.testing.assert_close(value, want[name], rtol=1e-4, atol=1e-6)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_manual_optimization_with_two_optimizers(rank, world_size, stage, tmp_path):
+    class Model(Net):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            first, second = self.optimizers()
+            for optimizer in (first, second):
+                with optimizer.toggle_model():
+                    optimizer.zero_grad()
+                    self.manual_backward(F.mse_loss(self(batch[0]), batch[1]))
+                    self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+                    optimizer.step()
+
+        def configure_optimizers(self):
+            inner = [*self.blocks.parameters(), *self.signs.parameters()]
+            outer = [*self.norm.parameters(), *self.head.parameters()]
+            return torch.optim.SGD(inner, lr=0.1, momentum=0.9), torch.optim.Adam(outer, lr=0.01)
+
+    want = fitted(rank, world_size, tmp_path, DDPStrategy(find_unused_parameters=True), Model()).state_dict()
+    for name, value in fitted(rank, world_size, tmp_path, zero(stage), Model()).state_dict().items():
+        torch.testing.assert_close(value, want[name], rtol=1e-4, atol=1e-6)
+
+
+# ---------------------------------------------------------------------- refusals and failures
+
+
+@distributed(world_size=2)
+def test_an_optimizer_that_cannot_be_right_is_refused_before_anything_is_sharded(rank, world_size, tmp_path):
+    class Model(Net):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters())
+
+    model = Model()
+    with pytest.raises(ValueError, match="LBFGS"):
+        fitted(rank, world_size, tmp_path, zero(3), model)
+    assert is_plain(model)
+
+
+@distributed(world_size=2)
+def test_a_rank_that_fails_in_configure_optimizers_ends_all(rank, world_size, tmp_path):
+    class Model(Net):
+        def configure_optimizers(self):
+            if self.global_rank == 1:
+                raise KeyError("only here")
+            return super().configure_optimizers()
+
+    with pytest.raises(KeyError if rank == 1 else RuntimeError, match="only here"):
+        fitted(rank, world_size, tmp_path, zero(3), Model())
+
+
+@distributed(world_size=2, timeout=40)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_that_fails_in_a_step_ends_all_and_all_can_start_again(rank, world_size, stage, tmp_path):
+    class Model(Net):
+        broken = True
+
+        def training_step(self, batch, batch_idx):
+            if self.broken and self.global_rank == 1 and batch_idx == 2:
+                raise ValueError("a bad batch")
+            return super().training_step(batch, batch_idx)
+
+    runner = trainer(rank, world_size, tmp_path, zero(stage))
+    with pytest.raises(ValueError if rank == 1 else RuntimeError, match="a bad batch"):
+        runner.fit(Model(), loader())
+    with pytest.raises(RuntimeError, match="ended with an exception"):
+        runner.save_checkpoint(tmp_path / "broken.ckpt")
+    Model.broken = False
+    model = fitted(rank, world_size, tmp_path, zero(stage), Model())
+    assert is_plain(model)
+
+
+@distributed(world_size=2)
+def test_a_module_without_room_stays_sharded_and_usable(rank, world_size, tmp_path, monkeypatch):
+    monkeypatch.setattr(host, "free_memory", lambda: 1000 if rank == 1 else 10**9)
+    runner, model = trainer(rank, world_size, tmp_path, zero(3)), Net()
+    with pytest.warns(UserWarning, match="stays sharded") if rank == 0 else nullcontext():
+        runner.fit(model, loader())
+    assert not is_plain(model)
+    loss = runner.test(model, loader(), verbose=False)[0]["loss"]
+    runner.save_checkpoint(tmp_path / "sharded.ckpt")
+    with lightning_zero.gathered(model):
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+    saved = torch.load(tmp_path / "sharded.ckpt")
+    assert all(torch.equal(saved["state_dict"][name], value) for name, value in weights.items())
+    assert saved["optimizer_states"][0]["state"]
+    runner.fit_loop.max_epochs = 2
+    runner.fit(model, loader())
+    monkeypatch.setattr(host, "free_memory", lambda: 10**9)
+    assert runner.test(model, loader(), verbose=False)[0]["loss"] != loss
+    assert is_plain(model)
+
+
+# ---------------------------------------------------------------------- callbacks that touch parameters
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_ema_is_that_of_ddp_or_refused(rank, world_size, stage, tmp_path):
+    kwargs = {"max_epochs": 2, "limit_val_batches": 0}
+    want = fitted(rank, world_size, tmp_path, DDPStrategy(), callbacks=[EMAWeightAveraging(decay=0.5)], **kwargs)
+    callback = EMAWeightAveraging(decay=0.5)
+    got = fitted(rank, world_size, tmp_path, zero(stage), callbacks=[callback], **kwargs)
+    assert "on_train_batch_end" not in vars(callback)
+    for name, value in got.state_dict().items():
+        torch.testing.assert_close(value, want.state_dict()[name], rtol=1e-5, atol=1e-7)
+    with pytest.raises(ValueError, match="EMA"):
+        fitted(rank, world_size, tmp_path, zero(stage), callbacks=[callback], precision="bf16-mixed")
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_finetuning_unfreezes_and_resumes(rank, world_size, stage, tmp_path):
+    class Unfreeze(BaseFinetuning):
+        def freeze_before_training(self, pl_module):
+            self.freeze(pl_module.blocks)
+
+        def finetune_function(self, pl_module, epoch, optimizer):
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.blocks, optimizer, lr=0.005)
+
+    class Model(Net):
+        def configure_optimizers(self):
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
+
+    def run(epochs, model, **kwargs):
+        runner = trainer(rank, world_size, tmp_path, zero(stage), callbacks=[Unfreeze()], max_epochs=epochs)
+        runner.fit(model, loader(), **kwargs)
+        return runner
+
+    straight, again = Model(), Model(seed=3)
+    run(3, straight)
+    assert not torch.equal(straight.blocks[0].weight, Model().blocks[0].weight)
+    run(1, Model()).save_checkpoint(tmp_path / "early.ckpt")
+    resumed = run(3, again, ckpt_path=tmp_path / "early.ckpt")
+    assert len(resumed.optimizers[0].param_groups) == 2
+    for name, value in again.state_dict().items():
+        torch.testing.assert_close(value, straight.state_dict()[name])
