@@ -44,8 +44,8 @@ def let_in(callbacks: Sequence[Any], engine: Engine, module: nn.Module) -> Calla
             visitor = _VISITORS[name]
             if visitor.writes and rounded:
                 raise ValueError(
-                    f"{type(callback).__name__} (EMA, SWA) exchanges weights in the precision of the forward, which here"
-                    " is lower than that of the master weights: they would lose their low bits. Use"
+                    f"{type(callback).__name__} (EMA, SWA) exchanges weights in the precision of the forward, which"
+                    " here is lower than that of the master weights: they would lose their low bits. Use"
                     " precision='32-true', or strategy='ddp'."
                 )
             if any(unit.sharded for unit in engine.units):

@@ -167,4 +167,4 @@ def _stay(storage: Any, location: str) -> Any:
 
 def _local(path: Any) -> Path | None:
     text = os.fspath(path)
-    return None if "://" in text or "::" in text else Path(text)
+    return None if "://" in text or "::" in text else Path(text).expanduser()

@@ -7,11 +7,14 @@ other. Each gets a strategy class of its own, made from the same methods.
 import sys
 from functools import cache
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 from lightning_zero.strategy import ZeroMethods, ZeroStrategy
 
 _STAGES = (1, 2, 3)
+# How ranks of this machine are started, by the ending of the name, as for ``ddp``.
+_START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 _PREFIX = "ZeroStrategy_of_"
 
 
@@ -33,17 +36,26 @@ def __getattr__(name: str) -> Any:
 
 
 def register(namespace: str) -> None:
-    """Register ``zero1``, ``zero2`` and ``zero3`` with the registry of a namespace; doing it again is harmless.
+    """Register ``zero1``, ``zero2``, ``zero3``, and each with ``_spawn``, ``_fork`` and ``_notebook``, in a namespace.
+
+    Doing it again is harmless.
 
     Raises:
         ValueError: a name is taken by somebody else's strategy.
     """
     registry = import_module(f"{namespace}.strategies").StrategyRegistry
     strategy = make_strategy(namespace)
-    for stage in _STAGES:
-        name = f"zero{stage}"
+    for stage, (ending, start_method) in product(_STAGES, _START_METHODS.items()):
+        name = f"zero{stage}{ending}"
         ours = name in registry and registry[name]["strategy"].__module__.startswith("lightning_zero.")
-        registry.register(name, strategy, description=f"ZeRO stage {stage}", override=ours, stage=stage)
+        registry.register(
+            name,
+            strategy,
+            description=f"ZeRO stage {stage}, ranks started by {start_method!r}",
+            override=ours,
+            stage=stage,
+            start_method=start_method,
+        )
 
 
 def register_everywhere() -> None:

@@ -67,6 +67,7 @@ class ZeroMethods(_Base):
         self._sharded: nn.Module | None = None  # the module of _engine
         self._fit_engine: Engine | None = None  # keeps the optimizer state of the last fit for later saves
         self._shut_out: Callable[[], None] | None = None  # takes back what lets callbacks read parameters
+        self._predicting = False  # until this rank has served the others
         self._last_backward = True
         self._failed = False  # the last run ended with an exception on this rank
         self._lost = False  # and left the module sharded
@@ -139,6 +140,7 @@ class ZeroMethods(_Base):
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == "fit"
+        self._predicting = trainer.state.fn == "predict"
         attached = self._engine is not None and self._sharded is self.model
         if not attached:
             if fitting and self._layer_sync:
@@ -200,15 +202,25 @@ class ZeroMethods(_Base):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's ``predict_step``. Ranks may have different numbers of batches."""
+        """The user's ``predict_step``. Ranks may have different numbers of batches: Lightning does not fill up."""
         engine = self._running
         with engine.uneven.step(), engine.forward():
-            return super().predict_step(*args, **kwargs)
+            output = super().predict_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        if getattr(self.lightning_module.trainer.predict_loop.batch_progress, "is_last_batch", False):
+            self._stay_for_others()
+        return output
 
     def on_predict_end(self) -> None:
-        """Stay for the ranks that have more batches."""
+        """The loop is over."""
         super().on_predict_end()
-        self._running.uneven.finish()
+        self._stay_for_others()
+
+    def _stay_for_others(self) -> None:
+        """Serve the ranks that have more batches, once, before any hook in which ranks may wait for one another."""
+        if self._predicting:
+            self._predicting = False
+            self._running.uneven.finish()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -341,6 +353,8 @@ class ZeroMethods(_Base):
         engine = self._engine
         if engine is None:
             return True
+        if not self._failed:
+            self._stay_for_others()  # where the loop has skipped an empty loader
         whole = not self._failed and host.room_for_all(engine, self.num_processes)
         if not whole and not self._failed:
             return False  # stays sharded and in the engine's care, for the next run

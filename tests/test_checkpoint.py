@@ -93,7 +93,7 @@ def test_state_is_that_of_the_whole_module(rank, world_size, stage, tmp_path):
     assert not any(value.requires_grad for value in end.state.values() if isinstance(value, torch.Tensor))
     assert_same(after, plain)
     assert_same(later, end.optimizer)
-    owned = [p for p in model.parameters()]
+    owned = list(model.parameters())
     assert later["param_groups"][0]["params"] == list(range(len(owned)))
     for index, param in enumerate(owned):
         state = later["state"].get(index, {})

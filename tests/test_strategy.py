@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import distributed
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -221,13 +221,27 @@ def test_all_kinds_of_runs_after_one_another(rank, world_size, stage, tmp_path):
 @distributed(world_size=[2, 3])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_ranks_with_different_numbers_of_batches_predict(rank, world_size, stage, tmp_path):
+    class Writer(Callback):
+        def on_predict_epoch_end(self, trainer, pl_module):
+            trainer.strategy.barrier()  # as callbacks do that collect predictions
+
     model = Net()
     with torch.no_grad():
         want = {i: model(x) for i, (x, _) in enumerate(loader(7, 1))}
-    got = trainer(rank, world_size, tmp_path, zero(stage)).predict(model, loader(7, 1))
+    got = trainer(rank, world_size, tmp_path, zero(stage), callbacks=[Writer()]).predict(model, loader(7, 1))
     assert len(got) == len(range(rank, 7, world_size))
     for i, out in zip(range(rank, 7, world_size), got, strict=True):
         torch.testing.assert_close(out, want[i])
+
+
+@distributed(world_size=3)
+def test_ranks_without_any_batch_predict(rank, world_size, tmp_path):
+    model, rows = Net(), 2 * (2 - rank)
+    model.allow_zero_length_dataloader_with_multiple_devices = True
+    runner = trainer(rank, world_size, tmp_path, zero(3), use_distributed_sampler=False)
+    got = runner.predict(model, loader(rows, 1))
+    assert got is None if rank == 2 else len(got) == rows
+    assert is_plain(model)
 
 
 @distributed(world_size=2)

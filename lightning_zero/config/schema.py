@@ -1,6 +1,7 @@
 """What a user can set, with types and defaults: the only home of defaults.
 
-Imports neither torch nor omegaconf, so that reading a configuration costs nothing and Hydra can use the dataclass as it is.
+Imports neither torch nor omegaconf, so that reading a configuration costs nothing and Hydra can use the dataclass as it
+is.
 """
 
 from dataclasses import dataclass, fields
@@ -14,11 +15,14 @@ class ZeroConfig:
     """Settings of the ZeRO engine. Every field is also a keyword of :class:`lightning_zero.ZeroStrategy`."""
 
     stage: int = 3
-    """0: plain data parallelism; 1: optimizer state sharded; 2: gradients too; 3: parameters too (ZeRO paper, section 5)."""
+    """0: plain data parallelism; 1: optimizer state sharded; 2: gradients too; 3: parameters too (ZeRO paper, section
+    5).
+    """
 
     reduce_at: str | None = None
     """When gradients are reduced under accumulation: ``window`` (summed locally, reduced once) or ``micro_batch``
-    (reduced into the shard in every backward). None: the stage's own way (0 and 1 ``window``, 2 and 3 ``micro_batch``)."""
+    (reduced into the shard in every backward). None: the stage's own way (0 and 1 ``window``, 2 and 3 ``micro_batch``).
+    """
 
     unit_classes: tuple[str, ...] = ()
     """Names of module classes that become units. Empty: the elements of ``nn.ModuleList`` and ``nn.Sequential``."""
@@ -42,11 +46,15 @@ class ZeroConfig:
     """Elements that one slice of the optimizer step touches; a multiple of 64. 0: no tiles."""
 
     saved_tensors_hooks: bool = True
-    """Stage 3: let autograd keep where a weight is, not the weight, so that it can be freed between forward and backward.
-    ``torch.func`` transforms refuse such hooks: switch them off for those, and units stay gathered until the backward's end."""
+    """Stage 3: let autograd keep where a weight is, not the weight, so that it can be freed between forward and
+    backward. ``torch.func`` transforms refuse such hooks: switch them off for those, and units stay gathered until the
+    backward's end.
+    """
 
     broadcast_buffers: bool = True
-    """Rank 0's buffers are sent to all ranks before a training forward whenever a forward has changed one, as ``ddp`` does."""
+    """Rank 0's buffers are sent to all ranks before a training forward whenever a forward has changed one, as ``ddp``
+    does.
+    """
 
     def __post_init__(self) -> None:
         self.unit_classes = tuple(self.unit_classes)
@@ -60,9 +68,13 @@ class ZeroConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{name}={value!r} must be a whole number, 0 or more.")
         if self.tile_size % 64:
-            raise ValueError(f"tile_size={self.tile_size} must be a multiple of 64: optimizer kernels give other bits on other cuts.")
+            raise ValueError(
+                f"tile_size={self.tile_size} must be a multiple of 64: optimizer kernels give other bits on other cuts."
+            )
         if self.min_unit_bytes > self.max_unit_bytes:
-            raise ValueError(f"min_unit_bytes={self.min_unit_bytes} is larger than max_unit_bytes={self.max_unit_bytes}.")
+            raise ValueError(
+                f"min_unit_bytes={self.min_unit_bytes} is larger than max_unit_bytes={self.max_unit_bytes}."
+            )
 
     @classmethod
     def field_names(cls) -> list[str]:

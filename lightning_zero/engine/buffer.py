@@ -1,8 +1,8 @@
 """Memory that comes and goes: a pool of storages by size, and flat buffers whose storage is swapped in and out.
 
-On CPU an allocation above glibc's mmap threshold costs a page fault for every 4 KiB, each time. A pool keeps such memory
-and moves it in and out of a tensor's storage; views of the tensor stay valid. On other devices torch's own caching
-allocator does that, and the storage is resized.
+On CPU an allocation above glibc's mmap threshold costs a page fault for every 4 KiB, each time. A pool keeps such
+memory and moves it in and out of a tensor's storage; views of the tensor stay valid. On other devices torch's own
+caching allocator does that, and the storage is resized.
 """
 
 import ctypes
@@ -26,7 +26,8 @@ class NanPages:
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.mmap.restype = ctypes.c_void_p
-        self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+        number = ctypes.c_int
+        self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, number, number, number, ctypes.c_long]
         self._file = os.memfd_create("lightning_zero_nan")
         os.pwrite(self._file, b"\xff" * self.CHUNK, 0)
         self._base, self._size = 0, 0
@@ -152,6 +153,6 @@ class FlatBuffer:
         self.storage = self.tensor.untyped_storage()
 
     def is_viewed(self, own_views: int) -> bool:
-        """Whether somebody holds a view beside the engine's ``own_views``: a saved activation, a variable, an attribute."""
+        """Whether somebody holds a view beside the engine's ``own_views``: a graph, a variable, an attribute."""
         # this object's tensor and storage are two more
         return int(torch._C._storage_Use_Count(self.storage._cdata)) > own_views + 2

@@ -6,7 +6,7 @@ from lightning_zero.engine.comm import Communicator
 
 
 class Buffers:
-    """Sends rank 0's buffers to all ranks at the start, and before a training forward whenever a forward changed one on any rank."""
+    """Sends rank 0's buffers to all ranks: at the start, and before a training forward after any rank changed one."""
 
     def __init__(self, module: nn.Module, comm: Communicator, enabled: bool) -> None:
         self.module, self.comm = module, comm

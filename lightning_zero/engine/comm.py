@@ -4,8 +4,8 @@ Gathers, reductions and control messages have process groups of their own ("lane
 another. Two transports: point-to-point messages (gloo: its own collectives are several times slower, and tags keep
 messages of ranks that have parted from being taken for one another) and NCCL's collectives.
 
-A reduction is *exact*: an all-to-all in the wire dtype, then a local sum in fp32, in rank order. It loses no precision and
-gives the same bits for every way of sharding.
+A reduction is *exact*: an all-to-all in the wire dtype, then a local sum in fp32, in rank order. It loses no precision
+and gives the same bits for every way of sharding.
 """
 
 from collections.abc import Sequence
@@ -33,9 +33,9 @@ class Communicator:
         self.nccl = device.type == "cuda" and dist.get_backend() == "nccl"
         backend = "nccl" if self.nccl else "gloo"
         self.peers = Peers(distributed_c10d._get_default_store(), self.rank, self.world_size)
+        backends = {"gather": backend, "reduce": backend, "control": "gloo"}
         self._lanes = {
-            name: Lane(name, dist.new_group(backend="gloo" if name == "control" else backend, timeout=timeout), self.peers)
-            for name in ("gather", "reduce", "control")
+            name: Lane(name, dist.new_group(backend=backends[name], timeout=timeout), self.peers) for name in backends
         }
         self._closed = False
 
@@ -68,7 +68,7 @@ class Communicator:
         return lane.submit(works, what, None if host is full else lambda: full.copy_(host))
 
     def reduce_scatter(self, out: Tensor, full: Tensor, receive: Tensor, bounds: Bounds, what: str) -> Handle:
-        """Write the mean over the ranks of this rank's part of ``full`` to ``out``. Asynchronous: ``out`` is written in ``wait``.
+        """Average this rank's part of ``full`` over the ranks. Asynchronous: ``out`` is written in ``wait``.
 
         Args:
             out: 1-D, the sum's dtype (fp32 for 16-bit gradients), as long as this rank's part.
@@ -134,7 +134,7 @@ class Communicator:
             tensor.detach().copy_(host.view(tensor.dtype).view(tensor.shape))
 
     def all_reduce(self, tensor: Tensor, op: str, what: str) -> Handle:
-        """Reduce a small CPU tensor over the ranks in place, ``op`` ``"max"`` or ``"sum"``. Asynchronous."""
+        """Reduce a small CPU tensor in place; ``op`` is ``"max"`` or ``"sum"``. Asynchronous."""
         self._count("control", tensor.numel())
         reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
         lane = self._lanes["control"]
@@ -201,4 +201,3 @@ class Communicator:
     def _count(self, kind: str, elements: int) -> None:
         if self.world_size > 1:
             self.traffic[kind] += elements
-

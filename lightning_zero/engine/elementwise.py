@@ -1,7 +1,7 @@
 """Which optimizers may run on slices of parameters.
 
-An optimizer that treats every element by itself gives the same bits on slices. Others (norms of a matrix, orthogonalisation, line searches)
-do not, and are refused.
+An optimizer that treats every element by itself gives the same bits on slices. Others (norms of a matrix,
+orthogonalisation, line searches) do not, and are refused.
 """
 
 from collections import OrderedDict, defaultdict
@@ -42,7 +42,8 @@ def check_elementwise(optimizer: Optimizer) -> None:
     kind = type(optimizer)
     if is_stock(optimizer):
         return
-    reason = next((REASONS[base.__name__] for base in kind.__mro__ if base.__module__.startswith("torch.optim") and base.__name__ in REASONS), None)
+    known = (base.__name__ for base in kind.__mro__ if base.__module__.startswith("torch.optim"))
+    reason = next((REASONS[name] for name in known if name in REASONS), None)
     if reason is None and not any(group["params"] for group in optimizer.param_groups):
         return
     if reason is None:
@@ -65,7 +66,7 @@ def _try(optimizer: Optimizer) -> str | None:
     try:
         _run(optimizer, [whole], [[grad] for grad in grads])
         _run(optimizer, tiles, [[grad.reshape(-1)[:cut], grad.reshape(-1)[cut:]] for grad in grads])
-    except Exception as error:  # noqa: BLE001 - whatever a foreign optimizer raises is the reason
+    except Exception as error:  # whatever a foreign optimizer raises is the reason
         return f"a trial step on slices of a tensor failed with {type(error).__name__}: {error}"
     if not torch.equal(whole.reshape(-1), flat):
         return "a trial step gives other numbers on slices of a tensor than on the whole: it is not element-wise"

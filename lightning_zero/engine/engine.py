@@ -37,10 +37,12 @@ class Engine:
         module: any module; it is changed in place (hooks, parameters' storage) until :meth:`release`.
         config: stage, unit sizes and the rest.
         comm: the ranks.
-        compute_dtype: dtype of a parameter in the forward; None: its own. Masters keep the user's dtype (fp32 for 16-bit parameters).
+        compute_dtype: dtype of a parameter in the forward; None: its own. Masters keep the user's dtype (fp32 for
+            16-bit parameters).
 
     Raises:
-        ValueError: a parameter has no values or no storage yet (lazy, meta), or the configuration does not fit the module.
+        ValueError: a parameter has no values or no storage yet (lazy, meta), or the configuration does not fit the
+            module.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class Engine:
         self.pool = Pool(comm.device)
         self.units = self._make_units(row.shard_parameters, not row.shard_optimizer, compute_dtype)
         # outlives the release: the optimizer state is still asked for then
-        self._homes = {id(p): (flat, i) for unit in self.units for flat in unit.flats for i, p in enumerate(flat.params)}
+        self._homes = {
+            id(p): (flat, i) for unit in self.units for flat in unit.flats for i, p in enumerate(flat.params)
+        }
         self.residency = Residency(self.units, config.prefetch, self.record)
         self.reducer = Reducer(self.units, comm, self.pool, row.reduce_at == "window", self.record)
         self.uneven = Uneven(self.units, self.residency, comm)
@@ -72,7 +76,9 @@ class Engine:
         self.pool.trim()
         comm.at(0)
 
-    def _make_units(self, shard: bool, owns_all: bool, compute_dtype: Callable[[nn.Parameter], torch.dtype] | None) -> list[Unit]:
+    def _make_units(
+        self, shard: bool, owns_all: bool, compute_dtype: Callable[[nn.Parameter], torch.dtype] | None
+    ) -> list[Unit]:
         for name, param in self.module.named_parameters():
             if isinstance(param, nn.parameter.UninitializedParameter) or param.is_meta:
                 raise ValueError(f"Parameter {name!r} has no values yet: initialise lazy and meta modules first.")
@@ -97,7 +103,7 @@ class Engine:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around a forward: parameters can be read, and what autograd saves of them does not keep them whole. Re-entrant."""
+        """Around a forward: parameters can be read, and what autograd saves does not keep them whole. Re-entrant."""
         outermost = self._depth == 0
         self._depth += 1
         try:
@@ -160,8 +166,8 @@ class Engine:
             self.residency.unshard(unit)
         else:
             raise RuntimeError(
-                f"Parameter {name!r} is sharded: its values are not on this rank outside a training, validation, test or predict step. "
-                "Read or change it on all ranks inside `with lightning_zero.gathered(module):`."
+                f"Parameter {name!r} is sharded: its values are not on this rank outside a training, validation, test "
+                "or predict step. Read or change it on all ranks inside `with lightning_zero.gathered(module):`."
             )
 
     # ------------------------------------------------------------------ backward
@@ -171,8 +177,8 @@ class Engine:
         """Around ``loss.backward()``; afterwards gradients are final.
 
         Args:
-            last: whether this is the accumulation window's last micro-batch (others are only summed locally where the stage reduces
-                at the window's end).
+            last: whether this is the accumulation window's last micro-batch (others are only summed locally where the
+                stage reduces at the window's end).
         """
         self._hooks.watch_gradients()
         self._depth += 1
@@ -262,7 +268,7 @@ class Engine:
             self.residency.publish(unit, flats)
 
     def _gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-        """This rank's parts of the optimizer's gradients: those that are sharded, and those that every rank has whole."""
+        """This rank's parts of the optimizer's gradients: of sharded ones, and those that every rank has whole."""
         shared: list[Tensor] = []
         private: list[Tensor] = []
         for param in {id(p): p for group in optimizer.param_groups for p in group["params"]}.values():
@@ -277,7 +283,11 @@ class Engine:
         return shared, private
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
-        """Scale the optimizer's gradients to a global 2-norm of at most ``max_norm``; returns the norm before (0-dim fp32). Collective."""
+        """Scale the optimizer's gradients to a global 2-norm of at most ``max_norm``. Collective.
+
+        Returns:
+            The norm before, 0-dim fp32.
+        """
         shared, private = self._gradients(optimizer)
         norm = total_norm(shared, private, self.comm)
         scale_([*shared, *private], norm, max_norm)
@@ -302,8 +312,10 @@ class Engine:
 
     @contextmanager
     def gathered(self, module: nn.Module, modifier_rank: int | None = 0) -> Iterator[None]:
-        """Parameters of ``module`` (and of the units they are in) are whole inside; at exit ``modifier_rank``'s values win. Collective."""
-        chosen = {place.unit.index for p in module.parameters() if (place := getattr(p, "_zero_place", None)) is not None}
+        """The units of ``module``'s parameters are whole inside; see :func:`gathered`. Collective."""
+        chosen = {
+            place.unit.index for p in module.parameters() if (place := getattr(p, "_zero_place", None)) is not None
+        }
         units = [self.units[index] for index in sorted(chosen)]
         try:
             for unit in units:
@@ -319,7 +331,10 @@ class Engine:
                 self.residency.reshard(unit)
 
     def named_full_parameters(self, dst: int = 0) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-        """Every parameter with its whole master value, in the user's dtype on the CPU of rank ``dst``, None elsewhere. Collective."""
+        """Every parameter and its whole master value, on the CPU in the user's dtype; None on ranks other than ``dst``.
+
+        Collective, parameter by parameter.
+        """
         for flat in self._flats():
             yield from state.full_parameters(flat, dst)
 
@@ -346,8 +361,8 @@ class Engine:
         """Take the engine off the module.
 
         Args:
-            whole: leave plain, whole parameters in the user's dtype on every rank (collective); otherwise, without any communication, what is
-                sharded stays so, and reading it raises.
+            whole: leave plain, whole parameters in the user's dtype on every rank (collective); otherwise, without any
+                communication, what is sharded stays so, and reading it raises.
         """
         if self.released:
             return
@@ -361,7 +376,7 @@ class Engine:
             optimizer.forget_masters()
 
     def missing_bytes(self) -> int:
-        """Bytes that this rank needs in addition for plain, whole parameters (an upper bound: units are restored one by one)."""
+        """Bytes that this rank needs in addition for plain, whole parameters."""
         flats = [flat for unit in self.units for flat in unit.flats]
         return sum(p.numel() * flat.user_dtype.itemsize for flat in flats if not flat.aliased for p in flat.params)
 
@@ -385,8 +400,9 @@ class Engine:
 def gathered(module: nn.Module, modifier_rank: int | None = 0) -> Any:
     """Context manager in which the parameters of ``module`` are whole, on all ranks.
 
-    Collective: every rank enters it. Values may be read and changed; at exit those of ``modifier_rank`` win and go back into the shards (None:
-    values are only read, and nothing is sent back). A module that is not sharded is left as it is.
+    Collective: every rank enters it. Values may be read and changed; at exit those of ``modifier_rank`` win and go back
+        into the shards (None: values are only read, and nothing is sent back). A module that is not sharded is left as
+        it is.
     """
     for param in module.parameters():
         place = getattr(param, "_zero_place", None)

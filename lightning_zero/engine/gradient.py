@@ -1,8 +1,9 @@
 """What ``p.grad`` is once gradients are reduced: a tensor that knows where its pieces are.
 
-It stands for the whole, reduced gradient. Shape, dtype and identity are free; ``None`` means that no rank has a gradient;
-setting ``p.grad = None`` drops it. Any use of the values gathers them, on all ranks, and an in-place change goes back into
-the shards. The same object is put back backward after backward, so that "the user dropped it" is "it is no longer there".
+It stands for the whole, reduced gradient. Shape, dtype and identity are free; ``None`` means that no rank has a
+gradient; setting ``p.grad = None`` drops it. Any use of the values gathers them, on all ranks, and an in-place change
+goes back into the shards. The same object is put back backward after backward, so that "the user dropped it" is "it is
+no longer there".
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def make_units(module: nn.Module, config: ZeroConfig) -> list[UnitSpec]:
     """Cut ``module`` into units (DESIGN: blocks, merged or split to size; large layers alone; the rest is the root).
 
     Returns:
-        The root unit first, then the others in the order of ``module.named_modules()``. Every parameter is in exactly one
-        of them; one that two units share is in the root.
+        The root unit first, then the others in the order of ``module.named_modules()``. Every parameter is in exactly
+        one of them; one that two units share is in the root.
 
     Raises:
         ValueError: a class named in the configuration does not occur in the module.

@@ -1,8 +1,8 @@
 """What a parameter is while its values are not here.
 
-While a unit is sharded its parameters change class. The class answers questions about the parameter (shape, dtype, gradient,
-hooks, identity) as before; anything that needs the values asks the engine first, which gathers the unit inside a step and
-raises outside one.
+While a unit is sharded its parameters change class. The class answers questions about the parameter (shape, dtype,
+gradient, hooks, identity) as before; anything that needs the values asks the engine first, which gathers the unit
+inside a step and raises outside one.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def _nothing() -> None:
 
 
 _PROPERTIES = (
-    "shape ndim dtype device layout requires_grad grad is_leaf grad_fn names itemsize nbytes output_nr retains_grad "
-    "is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_mps is_xla is_xpu is_ipu is_hpu is_mtia is_maia is_vulkan "
-    "_version _backward_hooks _post_accumulate_grad_hooks name volatile grad_dtype"
+    "shape ndim dtype device layout requires_grad grad grad_fn grad_dtype names name itemsize nbytes output_nr "
+    "retains_grad _version _backward_hooks _post_accumulate_grad_hooks is_leaf is_cuda is_cpu is_meta is_sparse "
+    "is_sparse_csr is_quantized is_nested is_mkldnn is_mps is_xla is_xpu is_ipu is_hpu is_mtia is_maia is_vulkan"
 ).split()
 _METHODS = (
-    "size dim numel nelement stride storage_offset element_size is_contiguous is_floating_point is_complex is_signed is_inference "
-    "is_shared is_pinned get_device requires_grad_ register_hook register_post_accumulate_grad_hook untyped_storage "
-    "_is_view ndimension dim_order __hash__ __len__ _is_zerotensor is_conj is_neg retain_grad type_as_metadata"
+    "size dim ndimension numel nelement stride storage_offset element_size dim_order is_contiguous is_floating_point "
+    "is_complex is_signed is_inference is_shared is_pinned is_conj is_neg get_device requires_grad_ register_hook "
+    "register_post_accumulate_grad_hook retain_grad untyped_storage _is_view _is_zerotensor __hash__ __len__"
 ).split()
 
 
@@ -70,16 +70,29 @@ def _metadata() -> set[Any]:
                 if hasattr(prop, "__delete__"):
                     allowed.add(prop.__delete__)
     allowed |= {getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)}
-    allowed |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch.is_tensor, torch.get_device}
-    allowed |= {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like, torch.randint_like}
+    allowed |= {
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+        torch.is_signed,
+        torch.is_tensor,
+        torch.get_device,
+    }
+    allowed |= {
+        torch.empty_like,
+        torch.zeros_like,
+        torch.ones_like,
+        torch.full_like,
+        torch.rand_like,
+        torch.randn_like,
+        torch.randint_like,
+    }
     allowed |= {Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full}
     return allowed
 
 
 METADATA = _metadata()
 """Functions that need nothing but metadata."""
-
-_REFUSED = {"__deepcopy__": "copy", "__reduce_ex__": "pickle"}
 
 
 def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,7 +123,8 @@ def _places(args: Any, kwargs: Any) -> list[Place]:
 
 
 def _repr(self: Any) -> str:
-    return f"Parameter {self._zero_place.name!r} (sharded, shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
+    facts = f"shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad}"
+    return f"Parameter {self._zero_place.name!r} (sharded, {facts})"
 
 
 def _read_first(name: str) -> Any:

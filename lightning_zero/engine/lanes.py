@@ -1,8 +1,8 @@
 """Asynchronous operations and how they are waited for.
 
 A lane is a process group with a thread that waits for its operations in order. The main thread never waits inside the
-backend: a gloo wait can neither be interrupted nor timed out without closing the connection. It waits for the thread, in
-slices, and between them asks whether the peers can still arrive.
+backend: a gloo wait can neither be interrupted nor timed out without closing the connection. It waits for the thread,
+in slices, and between them asks whether the peers can still arrive.
 """
 
 import threading
@@ -61,7 +61,7 @@ class Handle:
         try:
             while works:
                 works.pop(0).wait()
-        except BaseException as error:  # noqa: BLE001 - handed to the main thread
+        except BaseException as error:  # handed to the main thread
             self.error = error
             works.clear()
         self._arrived.set()
@@ -89,7 +89,7 @@ class Lane:
         return (zlib.crc32(what.encode()) ^ (count * 0x9E3779B1)) & 0x3FFFFFFF
 
     def submit(self, works: Sequence[Any], what: str, finish: Callable[[], Any] | None = None) -> Handle:
-        """Take charge of operations that have been started; ``finish`` runs in the main thread when they are complete."""
+        """Take charge of operations that have been started; ``finish`` runs in the main thread in ``wait``."""
         handle = Handle(what, works, finish, self)
         if not works:
             handle._arrived.set()

@@ -1,8 +1,9 @@
 """Where each parameter lies in its unit's flat buffer, and which part of the buffer each rank owns.
 
 Alignment is what makes sharding invisible in the numbers: optimizer kernels work on vectors of up to 64 elements and
-treat what is left over by another code path, with other rounding. So every cut (a parameter's start, a shard's bound, a
-tile's bound) is a multiple of 64 elements, and a kernel sees the same vectors whether it runs on the whole or on a slice.
+    treat what is left over by another code path, with other rounding. So every cut (a parameter's start, a shard's
+    bound, a tile's bound) is a multiple of 64 elements, and a kernel sees the same vectors whether it runs on the whole
+    or on a slice.
 """
 
 from bisect import bisect_right
@@ -70,7 +71,7 @@ class Layout:
         return [self.shard(rank) for rank in range(self.world_size)]
 
     def pieces(self, index: int) -> list[tuple[int, int]]:
-        """The part of slot ``index`` that each rank's shard holds, relative to the slot's start (empty: start == stop)."""
+        """The part of slot ``index`` in each rank's shard, relative to the slot's start (empty: start == stop)."""
         slot = self.slots[index]
         cuts = []
         for low, high in self.shards():

@@ -1,6 +1,7 @@
 """The engine's own operations are nobody's business: user's dispatch modes must not see them.
 
-Selective activation checkpointing, for one, counts the operations of a forward and expects the same ones in the recompute.
+Selective activation checkpointing, for one, counts the operations of a forward and expects the same ones in the
+recompute.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,8 @@
 """The net under autograd: what a graph saves of a unit is where it lies, not the bytes.
 
-Saved weights would keep a unit's memory alive from forward to backward. The hooks keep a description instead, and gather the
-unit when the backward asks for it. Activations are kept as they are, with the check of versions that autograd does without hooks.
+Saved weights would keep a unit's memory alive from forward to backward. The hooks keep a description instead, and
+gather the unit when the backward asks for it. Activations are kept as they are, with the check of versions that
+autograd does without hooks.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,15 +54,16 @@ class Net(torch.autograd.graph.saved_tensors_hooks):
         if isinstance(saved, _Kept):
             if saved.tensor._version != saved.version:
                 raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                    f"{tuple(saved.tensor.shape)} tensor is at version {saved.tensor._version}; expected version {saved.version} instead."
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a {tuple(saved.tensor.shape)} tensor is at version {saved.tensor._version}; expected version "
+                    f"{saved.version} instead."
                 )
             return saved.tensor
         for index, version in saved.versions:
             if saved.flat.params[index]._version != version:
                 raise RuntimeError(
-                    f"Parameter {saved.flat.names[index]!r} has been modified since the forward whose backward this is (by an optimizer step "
-                    "or in place): run the forward again after a step."
+                    f"Parameter {saved.flat.names[index]!r} has been modified since the forward whose backward this "
+                    "is, by an optimizer step or in place: run the forward again after a step."
                 )
         self._need(saved.unit)
         with torch.no_grad():

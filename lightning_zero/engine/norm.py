@@ -1,7 +1,7 @@
 """Gradient norms and clipping over shards.
 
-The norm is an fp64 sum of squares over all ranks, rounded to fp32 once: the same value for every way of sharding, where norms of fp32
-norms are not. The scaling is ``torch.nn.utils.clip_grad_norm_``'s.
+The norm is an fp64 sum of squares over all ranks, rounded to fp32 once: the same value for every way of sharding, where
+    norms of fp32 norms are not. The scaling is ``torch.nn.utils.clip_grad_norm_``'s.
 """
 
 from collections.abc import Iterable
@@ -29,7 +29,9 @@ def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def total_norm(shared: Iterable[Tensor], private: Iterable[Tensor], comm: Communicator) -> Tensor:
-    """0-dim fp32 2-norm: ``shared`` are this rank's parts of sharded gradients, ``private`` whole ones that all ranks have."""
+    """0-dim fp32 2-norm: ``shared`` are this rank's parts of sharded gradients, ``private`` whole ones that all ranks
+    have.
+    """
     squares = sum_of_squares(shared).cpu().reshape(1)
     comm.all_reduce(squares, "sum", "gradient norm").wait()
     return (squares[0] + sum_of_squares(private).cpu()).sqrt().float()

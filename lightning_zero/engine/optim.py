@@ -1,7 +1,7 @@
 """The user's optimizer on this rank's master weights.
 
-The optimizer object, its groups and the parameters in them stay the user's. Only for the inner ``step`` each parameter is
-replaced by this rank's part of the master weights, cut into tiles, and ``optimizer.state`` by the sharded state.
+The optimizer object, its groups and the parameters in them stay the user's. Only for the inner ``step`` each parameter
+is replaced by this rank's part of the master weights, cut into tiles, and ``optimizer.state`` by the sharded state.
 """
 
 from collections import defaultdict
@@ -24,8 +24,8 @@ State = dict[str, Any]
 class ShardedOptimizer:
     """Steps one user's optimizer on shards and keeps the sharded state.
 
-    State lives per tile: a tile is a 1-D view of the shard, and what the optimizer keeps for it is as long as it is. A 0-dim entry
-    (``step``) is the same in all tiles of a parameter.
+    State lives per tile: a tile is a 1-D view of the shard, and what the optimizer keeps for it is as long as it is. A
+        0-dim entry (``step``) is the same in all tiles of a parameter.
     """
 
     def __init__(self, optimizer: Optimizer, locate: Locate, tile_size: int) -> None:
@@ -47,7 +47,9 @@ class ShardedOptimizer:
     # ------------------------------------------------------------------ tiles
 
     def tiles(self, param: nn.Parameter) -> list[Tensor]:
-        """This rank's part of a parameter's master weights, cut at multiples of the tile size; one empty tile if there is none."""
+        """This rank's part of a parameter's master weights, cut at multiples of the tile size; one empty tile if there
+        is none.
+        """
         if id(param) not in self._tiles:
             home = self.locate(param)
             self._tiles[id(param)] = [param] if home is None else self._cut(*home)
@@ -123,7 +125,9 @@ class ShardedOptimizer:
         return bool(self.tile_size) and is_stock(self.optimizer) and not hooks
 
     def _tile_groups(self) -> Iterator[dict[str, Any]]:
-        """The groups, cut into groups of about one tile: what an optimizer allocates for one group stays one tile large."""
+        """The groups, cut into groups of about one tile: what an optimizer allocates for one group stays one tile
+        large.
+        """
         for group in self.optimizer.param_groups:
             batch: list[Tensor] = []
             size = 0
@@ -140,7 +144,7 @@ class ShardedOptimizer:
     # ------------------------------------------------------------------ state of a parameter
 
     def own_state(self, param: nn.Parameter) -> State:
-        """This rank's state of a parameter: 1-D pieces as long as its part of the masters, other entries as they are."""
+        """This rank's state of a parameter: 1-D, as long as its part of the masters; other entries as they are."""
         tiles = self.tiles(param)
         entries = [self.state[tile] for tile in tiles if tile in self.state]
         if not entries:
@@ -148,7 +152,9 @@ class ShardedOptimizer:
         return {key: _join([entry[key] for entry in entries], tiles) for key in entries[0]}
 
     def set_state(self, param: nn.Parameter, entries: State) -> None:
-        """Overwrite a parameter's state from whole tensors of the parameter's shape (other entries are copied to all tiles)."""
+        """Overwrite a parameter's state from whole tensors of the parameter's shape (other entries are copied to all
+        tiles).
+        """
         home = self.locate(param)
         tiles = self.tiles(param)
         if home is None:
@@ -159,13 +165,16 @@ class ShardedOptimizer:
         bounds = self._bounds(flat, index)
         for tile, (start, stop) in zip(tiles, bounds, strict=True):
             self.state[tile] = {
-                key: _piece(value, slot.shape, start - slot.start, stop - slot.start, tile, key) for key, value in entries.items()
+                key: _piece(value, slot.shape, start - slot.start, stop - slot.start, tile, key)
+                for key, value in entries.items()
             }
 
     def forget_masters(self) -> None:
         """Keep the state, but not the memory of the masters that it belongs to: the engine has been released."""
         for key, tiles in self._tiles.items():
-            ghosts = [tile if isinstance(tile, nn.Parameter) else torch.empty_like(tile, device="meta") for tile in tiles]
+            ghosts = [
+                tile if isinstance(tile, nn.Parameter) else torch.empty_like(tile, device="meta") for tile in tiles
+            ]
             for tile, ghost in zip(tiles, ghosts, strict=True):
                 if tile in self.state:
                     self.state[ghost] = self.state.pop(tile)
@@ -178,7 +187,9 @@ class ShardedOptimizer:
 
 
 def own_gradient(flat: Flat, index: int, param: nn.Parameter) -> Tensor | None:
-    """This rank's part of a parameter's gradient: reduced, or what the user has put in its place; None if there is none."""
+    """This rank's part of a parameter's gradient: reduced, or what the user has put in its place; None if there is
+    none.
+    """
     grad = param.grad
     if grad is None:
         return None

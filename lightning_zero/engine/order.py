@@ -9,8 +9,8 @@ Key = bytes
 class ReductionOrder:
     """Lets ready units go in a fixed order; an early one waits its turn.
 
-    The first backward of a key runs in a provisional order (the reverse of the units'); afterwards the order in which units became ready on
-    rank 0 is kept for good.
+    The first backward of a key runs in a provisional order (the reverse of the units'); afterwards the order in which
+    units became ready on rank 0 is kept for good.
     """
 
     def __init__(self, share: Callable[[list[int]], list[int]]) -> None:

@@ -1,13 +1,14 @@
 """What this rank knows of the others: where they are, and whether they can still meet.
 
-While ranks agree this costs nothing. A rank that has waited for a second writes what it waits for, and which operations it
-has launched, into the store, and reads what the others wrote.
+While ranks agree this costs nothing. A rank that has waited for a second writes what it waits for, and which operations
+it has launched, into the store, and reads what the others wrote.
 """
 
 import json
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -69,10 +70,8 @@ class Peers:
     def fail(self, message: str) -> None:
         """Leave word that this rank has failed."""
         if self.world_size > 1:
-            try:
+            with suppress(RuntimeError):  # the store's host is gone, and the peers know it
                 self._publish({"waits": None, "step": self.step, "failed": message})
-            except RuntimeError:  # the store's host is gone, and the peers know it
-                pass
 
     def lost(self, what: str, error: BaseException) -> PeerError:
         """The error for a connection that broke: the peer's own words, where it left any."""
@@ -115,15 +114,16 @@ class Peers:
             raise PeerError(f"Rank {self.rank} cannot go on with {what!r} in step {self.step}: {words}")
 
     def _describe(self, positions: list[Position | None]) -> str:
-        lines = [f"  rank {r}: waits for {p['waits']!r} (number {p['number']}) in step {p['step']}" for r, p in enumerate(positions) if p and p.get("waits")]
-        return "\n".join(
-            [
-                "The ranks have parted and cannot meet:",
-                *lines,
-                "All ranks must run the same units in the same order (stage 3) and the same number of steps: look for a branch, "
-                "a batch or an exception that only some of them have.",
-            ]
+        lines = [
+            f"  rank {r}: waits for {p['waits']!r} (number {p['number']}) in step {p['step']}"
+            for r, p in enumerate(positions)
+            if p and p.get("waits")
+        ]
+        advice = (
+            "All ranks must run the same units in the same order (stage 3) and the same number of steps: "
+            "look for a branch, a batch or an exception that only some of them have."
         )
+        return "\n".join(["The ranks have parted and cannot meet:", *lines, advice])
 
 
 def stuck(positions: list[Position | None]) -> set[int]:
@@ -131,7 +131,11 @@ def stuck(positions: list[Position | None]) -> set[int]:
     waiting = {rank: p for rank, p in enumerate(positions) if p and p.get("waits")}
 
     def missing(rank: int) -> set[int]:
-        return {peer for peer in range(len(positions)) if peer != rank and _lacks(waiting.get(peer), waiting[rank]["unfinished"])}
+        return {
+            peer
+            for peer in range(len(positions))
+            if peer != rank and _lacks(waiting.get(peer), waiting[rank]["unfinished"])
+        }
 
     lost = {rank for rank in waiting if missing(rank)}
     while True:

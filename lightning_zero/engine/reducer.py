@@ -68,7 +68,8 @@ class Reducer:
     def accumulate(self, unit: Unit, flat: Flat, index: int) -> bool:
         """Take a parameter's new gradient over into the unit's; returns whether it was the unit's last awaited one.
 
-        The gradient that autograd has added to ``p.grad`` goes into the flat buffer, and ``p.grad`` becomes the stand-in.
+        The gradient that autograd has added to ``p.grad`` goes into the flat buffer, and ``p.grad`` becomes the
+        stand-in.
         """
         param, mark = flat.params[index], flat.marks[index]
         grad = param.grad

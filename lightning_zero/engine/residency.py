@@ -74,10 +74,11 @@ class Residency:
         self._waiting_use.discard(unit.index)
 
     def _free(self, unit: Unit) -> None:
-        """Give a sharded unit's memory back, unless somebody holds a view: then a wrong number or a crash would be somewhere.
+        """Give a sharded unit's memory back, unless somebody holds a view: then a wrong number or a crash would be
+        somewhere.
 
-        Views are this rank's own business: the unit is sharded all the same, and the next gather, which all ranks take part in, writes into
-        the memory that is still there.
+        Views are this rank's own business: the unit is sharded all the same, and the next gather, which all ranks take
+        part in, writes into the memory that is still there.
         """
         for flat in unit.flats:
             if not flat.escaped:

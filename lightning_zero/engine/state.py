@@ -23,7 +23,7 @@ def full_parameters(flat: Flat, dst: int) -> Iterator[tuple[nn.Parameter, Tensor
 
 
 def collect(flat: Flat, index: int, own: Tensor, comm: Communicator, dst: int, what: str) -> Tensor | None:
-    """A whole tensor of parameter ``index``'s size, 1-D on the CPU of rank ``dst``, from every rank's own part of it."""
+    """A whole tensor of parameter ``index``'s size, 1-D on the CPU of rank ``dst``, from all ranks' own parts."""
     out = torch.empty(flat.layout.slots[index].numel, dtype=own.dtype, device="cpu") if comm.rank == dst else None
     if flat.owns_all:
         return None if out is None else out.copy_(own)
@@ -57,7 +57,7 @@ def take_over(flat: Flat, src: int) -> None:
 
 @torch.no_grad()
 def restore(unit: Unit) -> None:
-    """Give a unit's parameters storages of their own, with the whole masters in the user's dtype, and forget the unit."""
+    """Give a unit's parameters storages of their own, with the masters in the user's dtype, and forget the unit."""
     unguard(unit)
     for flat in unit.flats:
         whole = flat.full
@@ -113,7 +113,10 @@ def load_optimizer_state(sharded: ShardedOptimizer, state_dict: Mapping[str, Any
     """Restore state and groups' options, as ``Optimizer.load_state_dict`` does."""
     groups, saved = sharded.optimizer.param_groups, state_dict["param_groups"]
     if len(groups) != len(saved):
-        raise ValueError(f"The saved optimizer has {len(saved)} parameter groups, {type(sharded.optimizer).__name__} has {len(groups)}.")
+        raise ValueError(
+            f"The saved optimizer has {len(saved)} parameter groups, "
+            f"{type(sharded.optimizer).__name__} has {len(groups)}."
+        )
     for number, (group, old) in enumerate(zip(groups, saved, strict=True)):
         if len(group["params"]) != len(old["params"]):
             raise ValueError(

@@ -6,7 +6,9 @@ Pass = Literal["train", "eval", "backward"]
 
 
 class Trace:
-    """One order per kind of pass; before there is one, the order of definition (backward: the reverse of the forward's)."""
+    """One order per kind of pass; before there is one, the order of definition (backward: the reverse of the
+    forward's).
+    """
 
     def __init__(self, num_units: int) -> None:
         forward = list(range(num_units))

@@ -55,8 +55,8 @@ class Uneven:
         if heard != word:
             names = ["nothing more", *(f"unit {unit.name!r}" for unit in self.units)]
             raise RuntimeError(
-                f"Rank {self.comm.rank} gathers {names[word]} where another rank gathers {names[heard]}: all ranks must "
-                "run the same units in the same order."
+                f"Rank {self.comm.rank} gathers {names[word]} where another rank gathers {names[heard]}: all ranks "
+                "must run the same units in the same order."
             )
 
     def _reduce(self, word: int, op: str, what: str) -> int:

@@ -56,15 +56,27 @@ class Flat:
 
     Attributes:
         full: 1-D, ``layout.numel`` elements of the compute dtype; every parameter's ``data`` is a view of it, for ever.
-        shard: 1-D master weights of this rank, ``high - low`` elements of the user's dtype (fp32 for 16-bit parameters); a view of ``full``
+            shard: 1-D master weights of this rank, ``high - low`` elements of the user's dtype (fp32 for 16-bit
+            parameters); a view of ``full``
             where that is whole and of the same dtype.
-        local: this rank's gradients, like ``full``, in the wire dtype (or the sum's, while micro-batches are summed); or None.
-        reduced: 1-D, the mean gradient of ``low:high`` in the sum's dtype (fp32 for 16-bit parameters); or None. ``backing`` is the
+        local: this rank's gradients, like ``full``, in the wire dtype (or the sum's, while micro-batches are summed);
+            or None. reduced: 1-D, the mean gradient of ``low:high`` in the sum's dtype (fp32 for 16-bit parameters); or
+            None. ``backing`` is the
             buffer that it is (a part of).
-        in_local, contributed, in_reduced: per parameter, whether ``local`` / the reduction under way / ``reduced`` holds a gradient.
+        in_local, contributed, in_reduced: per parameter, whether ``local`` / the reduction under way / ``reduced``
+            holds a gradient.
     """
 
-    def __init__(self, name: str, params: dict[str, Param], dtype: torch.dtype, comm: Communicator, pool: Pool, whole: bool, owns_all: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        params: dict[str, Param],
+        dtype: torch.dtype,
+        comm: Communicator,
+        pool: Pool,
+        whole: bool,
+        owns_all: bool,
+    ) -> None:
         self.name = name
         self.names, self.params = list(params), list(params.values())
         self.dtype = dtype
@@ -97,7 +109,11 @@ class Flat:
     @torch.no_grad()
     def _cut(self) -> Tensor:
         """Move the parameters into the buffer, rank 0's values everywhere, and cut this rank's shard."""
-        exact = self.full if self.dtype == self.master_dtype else self.full.new_zeros(self.layout.numel, dtype=self.master_dtype)
+        exact = (
+            self.full
+            if self.dtype == self.master_dtype
+            else self.full.new_zeros(self.layout.numel, dtype=self.master_dtype)
+        )
         exact.zero_()
         for slot, param in zip(self.layout.slots, self.params, strict=True):
             exact[slot.start : slot.stop].copy_(param.detach().reshape(-1))
@@ -192,7 +208,9 @@ class Flat:
 
     @torch.no_grad()
     def whole_gradient(self, index: int) -> Tensor:
-        """The whole gradient of parameter ``index``, in the shape and dtype of ``p.grad``. Collective once it is reduced."""
+        """The whole gradient of parameter ``index``, in the shape and dtype of ``p.grad``. Collective once it is
+        reduced.
+        """
         slot = self.layout.slots[index]
         own, whole = self.current_gradient(index)
         if own is None:
@@ -266,7 +284,9 @@ def is_half(dtype: torch.dtype) -> bool:
     return dtype in (torch.float16, torch.bfloat16)
 
 
-def make_flats(spec: UnitSpec, dtypes: dict[int, torch.dtype], comm: Communicator, pool: Pool, whole: bool, owns_all: bool) -> list[Flat]:
+def make_flats(
+    spec: UnitSpec, dtypes: dict[int, torch.dtype], comm: Communicator, pool: Pool, whole: bool, owns_all: bool
+) -> list[Flat]:
     """Group a unit's parameters by compute dtype, user's dtype and trainability."""
     groups: dict[tuple[torch.dtype, torch.dtype, bool], dict[str, Param]] = {}
     for name, param in spec.params.items():
