@@ -116,8 +116,7 @@ def room_for_all(engine: Engine, ranks_here: int) -> bool:
 
     Says so where they do not.
     """
-    flats = (flat for unit in engine.units if unit.sharded for flat in unit.flats)
-    need = ranks_here * sum(flat.layout.numel * flat.user_dtype.itemsize for flat in flats)
+    need = ranks_here * engine.missing_bytes()
     free = free_memory()
     fits = free is None or need <= free / 2
     try:

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from lightning_zero import between_steps, host
 from lightning_zero.checkpoint import full
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engine import Communicator, Engine
-from lightning_zero.engine.elementwise import check_elementwise
+from lightning_zero.engine import Communicator, Engine, check_elementwise
 from lightning_zero.engine.unit import ParamState
 from lightning_zero.precision import ZeroPrecision, adapt, compute_dtype, raw_optimizer
 

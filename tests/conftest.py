@@ -8,10 +8,22 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 sys.path.insert(0, str(Path(__file__).parent))
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--full", action="store_true", help="every stage with every model at every world size: twice the time"
+    )
+
+
+@pytest.fixture
+def full(request):
+    """Whether the tests should leave no combination out."""
+    return request.config.getoption("--full")
 
 
 @pytest.fixture(autouse=True)

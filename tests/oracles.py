@@ -7,12 +7,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning_zero.config import ZeroConfig
-from lightning_zero.engine import Communicator, Engine
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from zoo import Batch, Model
+
+from lightning_zero.config import ZeroConfig
+from lightning_zero.engine import Communicator, Engine
 
 Named = Iterable[tuple[str, nn.Parameter]]
 MakeModel = Callable[[int], Model]  # from a seed
@@ -67,13 +68,17 @@ def assert_same(got: Run, want: Run, what: str = "", buffers: bool = True) -> No
 
 def assert_close(got: Run, want: Run, what: str, rtol: float = 1e-4, atol: float = 1e-5) -> None:
     for name, value in want.weights.items():
-        torch.testing.assert_close(got.weights[name], value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{what}, {n}: {m}")
+        torch.testing.assert_close(
+            got.weights[name], value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{what}, {n}: {m}"
+        )
 
 
 def assert_same_state(got: Any, want: Any, where: str = "state") -> None:
     """Compare two optimizer state dicts, to the bit and with all keys."""
     if isinstance(want, Tensor):
-        assert isinstance(got, Tensor) and got.dtype == want.dtype and torch.equal(got, want), f"{where}: {got} is not {want}"
+        assert isinstance(got, Tensor) and got.dtype == want.dtype and torch.equal(got, want), (
+            f"{where}: {got} is not {want}"
+        )
     elif isinstance(want, dict):
         assert list(got) == list(want), f"{where}: {list(got)} is not {list(want)}"
         for key in want:
@@ -155,7 +160,8 @@ def engine_step(
 
 def train_engine(
     make: MakeModel, comm: Communicator, *, steps: int = STEPS, accumulate: int = 1, clip: float | None = None,
-    autocast: bool = False, optimizer: MakeOptimizer = adamw, follow: Follow | None = None, **config: Any,
+    autocast: bool = False, optimizer: MakeOptimizer = adamw, follow: Follow | None = None, with_state: bool = False,
+    **config: Any,
 ) -> Run:  # fmt: skip
     """Train on the engine. Ranks begin with different weights: rank 0's must win."""
     model = make(comm.rank)
@@ -170,7 +176,7 @@ def train_engine(
         norms += new[1]
         if after is not None:
             after()
-    state = engine.optimizer_state(chosen)
+    state = engine.optimizer_state(chosen) if with_state else None
     engine.release(whole=True)
     return finish(model, losses, norms, state)
 
@@ -259,7 +265,9 @@ def master_dtype(p: Tensor) -> torch.dtype:
     return torch.float32 if p.dtype in (torch.bfloat16, torch.float16) else p.dtype
 
 
-def gradients_of(rank: int, replica: Model, step: int, micro: int, accumulate: int) -> tuple[float, list[Tensor | None]]:
+def gradients_of(
+    rank: int, replica: Model, step: int, micro: int, accumulate: int
+) -> tuple[float, list[Tensor | None]]:
     """Loss and gradients of one rank's micro-batch, dense and in the masters' dtype."""
     loss = replica.loss(seeded(replica, rank, step * accumulate + micro))
     replica.zero_grad()

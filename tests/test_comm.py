@@ -15,7 +15,13 @@ SOON = 15.0  # seconds after which an error counts as a hang
 
 @distributed(world_size=[1, 2, 3])
 def test_broadcast(rank, world_size):
-    tensors = [torch.full((3, 2), float(rank)), torch.tensor(rank), torch.tensor([rank > 0]), torch.empty(0), torch.full((2, 2), rank).t()]
+    tensors = [
+        torch.full((3, 2), float(rank)),
+        torch.tensor(rank),
+        torch.tensor([rank > 0]),
+        torch.empty(0),
+        torch.full((2, 2), rank).t(),
+    ]
     tensors += [torch.full((2,), rank, dtype=dtype) for dtype in (torch.bfloat16, torch.complex64, torch.uint8)]
     with communicator() as comm:
         for tensor in tensors:

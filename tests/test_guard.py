@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 import zoo
 from harness import distributed
-from lightning_zero.engine import gathered
 from oracles import adamw, build_engine, communicator, engine_step, seeded, train_plain
+
+from lightning_zero.engine import gathered
 
 SHARDED = "blocks.1.lin.weight"
 
@@ -34,7 +35,12 @@ def test_metadata_stays_true_while_sharded(rank, world_size):
         for (name, p), plain in zip(model.named_parameters(), whole.parameters(), strict=True):
             assert p is objects[name] and isinstance(p, torch.nn.Parameter)
             assert p.shape == plain.shape and p.ndim == plain.dim() == p.dim() and p.numel() == plain.numel()
-            assert (p.dtype, p.device, p.layout, p.stride()) == (plain.dtype, plain.device, plain.layout, plain.stride())
+            assert (p.dtype, p.device, p.layout, p.stride()) == (
+                plain.dtype,
+                plain.device,
+                plain.layout,
+                plain.stride(),
+            )
             assert p.size() == plain.size() and p.element_size() == 4 and p.nbytes == plain.nbytes
             assert p.is_leaf and p.requires_grad and p.is_floating_point() and not p.is_complex() and p.grad_fn is None
             assert p.is_contiguous() and torch.is_tensor(p) and torch.is_floating_point(p)
@@ -95,7 +101,11 @@ def test_state_dict_outside_a_step_refuses(rank, world_size):
     model = zoo.make("Blocks")
     with communicator() as comm:
         engine = build_engine(model, comm, stage=3)
-        for call in (model.state_dict, partial(copy.deepcopy, model), partial(model.load_state_dict, zoo.make("Blocks").state_dict())):
+        for call in (
+            model.state_dict,
+            partial(copy.deepcopy, model),
+            partial(model.load_state_dict, zoo.make("Blocks").state_dict()),
+        ):
             with pytest.raises(RuntimeError, match=r"lightning_zero\.gathered"):
                 call()
         engine.release(whole=True)
@@ -155,21 +165,26 @@ def test_gathered_in_16_bit_compute_shows_the_parameters_and_writes_the_masters(
                 model.stem.bias.fill_(value)
             engine.release(whole=True)
             assert model.get_parameter(SHARDED).dtype == torch.float32
-            assert (model.stem.bias - value).abs().max() < 0.01 and (model.get_parameter(SHARDED) - value).abs().max() < 0.01
+            assert (model.stem.bias - value).abs().max() < 0.01 and (
+                model.get_parameter(SHARDED) - value
+            ).abs().max() < 0.01
 
 
 @distributed(world_size=2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_write_inside_a_step_is_kept(rank, world_size, stage):
     """Embeddings with ``max_norm``, weights that a forward clamps: the same on all ranks, before the block runs."""
+
     class Clamping(zoo.Blocks):
         def forward(self, x):
             with torch.no_grad():
                 self.blocks[1].lin.weight.clamp_(-0.05, 0.05)
             return super().forward(x)
 
-    make = lambda seed: (torch.manual_seed(seed), Clamping())[1]  # noqa: E731
-    want = train_plain(make, rank, world_size, steps=3, optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.0))
+    make = lambda seed: (torch.manual_seed(seed), Clamping())[1]
+    want = train_plain(
+        make, rank, world_size, steps=3, optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.0)
+    )
     with communicator() as comm:
         model = make(rank)
         engine = build_engine(model, comm, stage=stage)
@@ -202,7 +217,14 @@ def test_a_write_by_the_block_itself_is_kept(rank, world_size):
 
 @distributed(world_size=2)
 def test_optimizers_are_built_on_sharded_parameters(rank, world_size):
-    elementwise = (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD)
+    elementwise = (
+        torch.optim.SGD,
+        torch.optim.AdamW,
+        torch.optim.Adagrad,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.ASGD,
+    )
     with communicator() as comm:
         for stage in (1, 3):
             model = zoo.make("Blocks", rank)
@@ -307,10 +329,17 @@ def test_release_leaves_plain_modules(rank, world_size):
         for stage in (0, 1, 2, 3):
             model = zoo.make("Gpt", rank)
             engine = build_engine(model, comm, autocast=True, stage=stage)
-            engine_step(engine, model, adamw(model.named_parameters()), comm, 0)
+            engine_step(engine, model, adamw(model.named_parameters()), comm, 0, autocast=True)
             engine.release(whole=True)
             for module in model.modules():
-                assert not any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+                assert not any(
+                    (
+                        module._forward_hooks,
+                        module._forward_pre_hooks,
+                        module._backward_hooks,
+                        module._backward_pre_hooks,
+                    )
+                )
             for p in model.parameters():
                 assert type(p) is torch.nn.Parameter and p.dtype == torch.float32 and p.grad is None
                 assert not p._backward_hooks and not p._post_accumulate_grad_hooks

@@ -14,11 +14,14 @@ from oracles import adamw, build_engine, communicator, precision
 from test_optimizers import SignMomentum
 from torch import nn
 
-DEPTH, SMALL, LARGE = 40, 64, 256
+DEPTH, SMALL, LARGE = 24, 32, 128
 
 
 class MallocInfo(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
 
 
 def allocated():
@@ -46,10 +49,10 @@ class Peak(list):
 class Layer(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.lin = nn.Linear(width, width, bias=False)
+        self.lins = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4)))
 
     def forward(self, x):
-        return torch.relu(self.lin(x))
+        return torch.relu(self.lins(x))
 
 
 class Tower(nn.Module):
@@ -69,10 +72,10 @@ class Tower(nn.Module):
 
 
 def numel(width):
-    return DEPTH * width * width + width
+    return 4 * DEPTH * width * width + width
 
 
-def measure(width, comm, stage, accumulate, autocast):
+def measure(width, comm, stage, accumulate, autocast, steps=2):
     """Most bytes between a window's last gradient and its backward's end, from before the model was made."""
     gc.collect()
     before = allocated()
@@ -80,13 +83,13 @@ def measure(width, comm, stage, accumulate, autocast):
     engine = build_engine(model, comm, autocast, stage=stage)
     optimizer = adamw(model.named_parameters())
     assert len([unit for unit in engine.units if not unit.is_root]) == DEPTH
-    for _ in range(2):
+    for _ in range(steps):
         for micro in range(accumulate):
             with engine.forward(), precision(autocast):
                 loss = model(torch.ones(1, width)) / accumulate
             if micro == accumulate - 1:
                 engine.events = peak = Peak()
-                handle = model.layers[0].lin.weight.register_hook(lambda grad, p=peak: p.start())
+                handle = model.layers[0].lins[0].weight.register_hook(lambda grad, p=peak: p.start())
             with engine.backward(last=micro == accumulate - 1):
                 loss.backward()
             del loss
@@ -109,26 +112,33 @@ def promised(stage, accumulate, world_size, autocast):
     return 2 + 16 * share if autocast else 4 + 12 * share
 
 
-def on_top(stage, accumulate, world_size, autocast):
-    """Units, in bytes a parameter of one: two gradients and a receive buffer; two live units where parameters are sharded."""
+def on_top(stage, accumulate, autocast):
+    """Units, in bytes a parameter of one: two gradients and a receive buffer; two live units where parameters are sharded; and,
+    of a quarter of a unit, the gradient that autograd is making."""
     element = 2 if autocast else 4
-    wire = 4 if stage == 1 and accumulate > 1 else element
-    return (4 if stage == 3 else 2) * element + wire * (world_size - 1) / world_size
+    receive = 4 if stage == 1 and accumulate > 1 else element
+    return (4.25 if stage == 3 else 2.25) * element + receive
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc 2.33 and newer tells what is allocated")
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc 2.33 and newer tells what is allocated"
+)
 @distributed(world_size=[2, 4])
-@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_memory_of_the_paper(rank, world_size, stage, accumulate, autocast):
+def test_memory_of_the_paper(rank, world_size, stage, accumulate):
+    for autocast in (False, True) if world_size == 2 else (False,):
+        assert_fits(world_size, stage, accumulate, autocast)
+
+
+def assert_fits(world_size, stage, accumulate, autocast):
     options = stage, accumulate, autocast
     with communicator() as comm:
-        _, small, large = (measure(width, comm, *options) for width in (LARGE, SMALL, LARGE))  # first: what is made once and kept
+        measure(LARGE, comm, *options, steps=1)  # what libraries make once and keep
+        small, large = (measure(width, comm, *options) for width in (SMALL, LARGE))
     slope = (large - small) / (numel(LARGE) - numel(SMALL))
-    allowed = 1.01 * promised(stage, accumulate, world_size, autocast) + on_top(stage, accumulate, world_size, autocast) / DEPTH
-    print("SLOPE", rank, slope, allowed)
-    assert slope <= allowed, f"{slope:.3f} bytes a parameter, allowed are {allowed:.3f}"
+    allowed = 1.01 * promised(stage, accumulate, world_size, autocast) + on_top(stage, accumulate, autocast) / DEPTH
+    assert slope <= allowed, f"bf16 {autocast}: {slope:.3f} bytes a parameter, allowed are {allowed:.3f}"
 
 
 @distributed(world_size=2)

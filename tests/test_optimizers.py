@@ -25,6 +25,8 @@ from oracles import (
 from torch import optim
 from torch.optim import Optimizer, lr_scheduler
 
+from lightning_zero.engine import check_elementwise
+
 
 class SignMomentum(Optimizer):
     """Element-wise, and torch has never heard of it."""
@@ -106,7 +108,7 @@ def assert_equal_runs(rank, name, stages=(1, 3), **options):
     want = train_plain(make, rank, dist.get_world_size(), **options)
     with communicator() as comm:
         for stage in stages:
-            got = train_engine(make, comm, stage=stage, reduce_at="window", tile_size=64, **options)
+            got = train_engine(make, comm, stage=stage, reduce_at="window", tile_size=64, with_state=True, **options)
             assert_same(got, want, f"stage {stage}", buffers=rank == 0)
             if rank == 0:
                 assert_same_state(got.state, want.state, f"stage {stage}")
@@ -124,7 +126,9 @@ def test_optimizer_equals_the_whole_one(rank, world_size, name):
 
 def by_ndim(named):
     wide = [p for _, p in named if p.ndim > 1]
-    return optim.AdamW([{"params": wide, "weight_decay": 0.5}, {"params": [p for _, p in named if p.ndim <= 1]}], lr=0.01)
+    return optim.AdamW(
+        [{"params": wide, "weight_decay": 0.5}, {"params": [p for _, p in named if p.ndim <= 1]}], lr=0.01
+    )
 
 
 def by_name(named):
@@ -175,9 +179,11 @@ def test_group_added_during_the_run(rank, world_size):
 SCHEDULERS = {
     "lambda": lambda o, _: lr_scheduler.LambdaLR(o, lambda k: 1 / (1 + k)).step,
     "one_cycle": lambda o, _: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=10).step,
-    "sequential": lambda o, _: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.ConstantLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.5)], milestones=[3]
-    ).step,
+    "sequential": lambda o, _: (
+        lr_scheduler.SequentialLR(
+            o, [lr_scheduler.ConstantLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.5)], milestones=[3]
+        ).step
+    ),
 }
 
 
@@ -304,7 +310,7 @@ def test_optimizers_that_need_whole_parameters_are_refused(rank, world_size, nam
             engine = build_engine(model, comm, stage=stage)
             optimizer = REFUSED[name](model)
             with pytest.raises(ValueError, match=name):
-                engine.check_optimizer(optimizer)
+                check_elementwise(optimizer)
             with engine.forward():
                 loss = model.loss(seeded(model, rank, 0))
             with engine.backward():
@@ -315,7 +321,9 @@ def test_optimizers_that_need_whole_parameters_are_refused(rank, world_size, nam
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("optimizer", [by_ndim, of_all(OPTIMIZERS["sgd_nesterov"]), of_all(OPTIMIZERS["adamw_fused"]), with_names])
+@pytest.mark.parametrize(
+    "optimizer", [by_ndim, of_all(OPTIMIZERS["sgd_nesterov"]), of_all(OPTIMIZERS["adamw_fused"]), with_names]
+)
 def test_state_travels_between_stages_and_plain_torch(rank, world_size, optimizer):
     """Three steps, the state into a new optimizer of another stage, three more: six steps at once."""
     make = partial(zoo.make, "Unused")
@@ -337,7 +345,7 @@ def test_state_travels_between_stages_and_plain_torch(rank, world_size, optimize
             assert_same(finish(model, want.losses, []), want, f"stage {first} to {second}")
             if rank == 0:
                 assert_same_state(state, want.state, f"stage {first} to {second}")
-            box = [train_engine(make, comm, stage=second, steps=3, optimizer=optimizer).state]
+            box = [train_engine(make, comm, stage=second, steps=3, optimizer=optimizer, with_state=True).state]
             dist.broadcast_object_list(box)
             saved = box[0]
     plain = optimizer([(name, p) for name, p in make(0).named_parameters()])

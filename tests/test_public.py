@@ -57,7 +57,9 @@ def test_config_imports_neither_torch_nor_omegaconf(path):
 @pytest.mark.parametrize("path", under("engine"), ids=name_of)
 def test_engine_knows_neither_lightning_nor_checkpoints(path):
     upwards = ("lightning_zero.checkpoint", "lightning_zero.strategy", "lightning_zero.precision")
-    assert not imports_any(path, "lightning", "lightning_fabric", "pytorch_lightning", "torch.distributed.checkpoint", *upwards)
+    assert not imports_any(
+        path, "lightning", "lightning_fabric", "pytorch_lightning", "torch.distributed.checkpoint", *upwards
+    )
 
 
 @pytest.mark.parametrize("path", under("checkpoint"), ids=name_of)
@@ -76,7 +78,9 @@ def test_only_comm_calls_collectives(path):
     called = {
         node.attr
         for node in ast.walk(parsed(path))
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("dist", "distributed", "distributed_c10d")
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("dist", "distributed", "distributed_c10d")
     }
     assert not called & COLLECTIVES
     assert not {name for name in imports_any(path, "torch.distributed") if name.rpartition(".")[2] in COLLECTIVES}

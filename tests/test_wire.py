@@ -62,7 +62,14 @@ def counted():
         "scatter": 1, "reduce": 1, "allgather_into_tensor_coalesced": world - 1, "reduce_scatter_tensor_coalesced": 1,
         "allgather_coalesced": world - 1, "allreduce_coalesced": 2 * (world - 1) / world,
     }  # fmt: skip
-    source = {"_allgather_base": 1, "allgather": 1, "_reduce_scatter_base": 1, "reduce_scatter": 1, "alltoall": 1, "alltoall_base": 1}
+    source = {
+        "_allgather_base": 1,
+        "allgather": 1,
+        "_reduce_scatter_base": 1,
+        "reduce_scatter": 1,
+        "alltoall": 1,
+        "alltoall_base": 1,
+    }
     plain = {name: vars(dist.ProcessGroup)[name] for name in share if name in vars(dist.ProcessGroup)}
 
     def counting(name, self, *args, **kwargs):
@@ -70,7 +77,9 @@ def counted():
         return plain[name].__get__(self)(*args, **kwargs)
 
     for name in plain:
-        setattr(dist.ProcessGroup, name, lambda self, *args, _name=name, **kwargs: counting(_name, self, *args, **kwargs))
+        setattr(
+            dist.ProcessGroup, name, lambda self, *args, _name=name, **kwargs: counting(_name, self, *args, **kwargs)
+        )
     try:
         yield sent
     finally:
@@ -92,7 +101,9 @@ def test_the_count_sees_all_doors(rank, world_size):
         else:
             dist.irecv(torch.zeros(5), 0).wait()
         dist.all_gather([torch.zeros(3), torch.zeros(3)], torch.zeros(3))
-    assert sent == Counter({"allreduce": 10, "broadcast": 7, "allgather": 3}) + Counter({"send": 5} if rank == 0 else {})
+    assert sent == Counter({"allreduce": 10, "broadcast": 7, "allgather": 3}) + Counter(
+        {"send": 5} if rank == 0 else {}
+    )
 
 
 @distributed(world_size=[2, 4])
@@ -113,7 +124,9 @@ def test_elements_of_the_paper(rank, world_size, accumulate, autocast):
             least = STEPS * promised(stage, accumulate) * sum(p.numel() for p in model.parameters())
             factor = sum(sent.values()) / (least * (world_size - 1) / world_size)
             assert factor <= 1.02, f"stage {stage} sends {factor:.3f} of what the paper says: {dict(sent)}"
-            assert abs(said - sum(sent.values())) <= 0.001 * said, f"the engine counts {said}, the groups saw {dict(sent)}"
+            assert abs(said - sum(sent.values())) <= 0.001 * said, (
+                f"the engine counts {said}, the groups saw {dict(sent)}"
+            )
 
 
 def own_loopback():
@@ -172,7 +185,9 @@ def test_bytes_by_the_kernels_counter(world_size, accumulate, stage):
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         result = pool.submit(in_own_network, world_size, stage, accumulate).result()
     if result is None:
-        pytest.skip("the kernel gives this user no network of its own, and the host's loopback device counts others' traffic too")
+        pytest.skip(
+            "the kernel gives this user no network of its own, and the host's loopback device counts others' traffic too"
+        )
     sent, elements = result
     paper = 4 * promised(stage, accumulate) * elements * (world_size - 1)
     # stage 3 saves what it need not gather twice: the unit with which the forward ends and the backward begins

@@ -30,7 +30,9 @@ class Model(nn.Module):
     config: ClassVar[dict[str, Any]] = {}  # settings of ZeroConfig without which the model cannot train
     unused: ClassVar[bool] = False  # DDP needs find_unused_parameters
     not_for_ddp: ClassVar[str | None] = None  # why torch's DDP cannot be the oracle
-    late_gradients: ClassVar[bool] = False  # they come in parts that are reduced one after the other: the sum has another order
+    late_gradients: ClassVar[bool] = (
+        False  # they come in parts that are reduced one after the other: the sum has another order
+    )
 
     def __init_subclass__(cls) -> None:
         ZOO[cls.__name__] = cls

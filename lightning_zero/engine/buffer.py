@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import os
 from collections import defaultdict
+from functools import cache
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -52,6 +53,12 @@ class NanPages:
         self._base, self._size = base, size
 
 
+@cache
+def nan_pages() -> NanPages:
+    """The process' NaN pages."""
+    return NanPages()
+
+
 class Pool:
     """Free storages of one device, by size in bytes.
 
@@ -60,9 +67,8 @@ class Pool:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # storages of a FakeTensorMode have no memory that could be swapped
         self.swaps = device.type == "cpu" and os.name == "posix" and hasattr(os, "memfd_create")
-        self.nan = NanPages() if self.swaps else None
+        self.nan = nan_pages() if self.swaps else None
         self._free: dict[int, list[UntypedStorage]] = defaultdict(list)
         self._low: dict[int, int] = {}
 

@@ -22,13 +22,11 @@ class Buffers:
         return [(id(buffer), -1 if buffer.is_inference() else buffer._version) for buffer in self.module.buffers()]
 
     def changed_here(self) -> bool:
-        """Whether a buffer has changed on this rank since the last call."""
-        now = self._versions()
-        changed, self._seen = now != self._seen, now
-        return changed
+        """Whether a buffer of this rank has changed since all ranks had rank 0's."""
+        return self._versions() != self._seen
 
     def share(self) -> None:
-        """Broadcast if a backward's end has found a change."""
+        """Broadcast if the last window's end has found a change (``changed``, the same on all ranks)."""
         if self.enabled and self.changed:
             self.changed = False
             for buffer in self.module.buffers():

@@ -169,7 +169,7 @@ class Communicator:
         """
         found: list[str | None] = [message]
         if self.world_size > 1:
-            anything = torch.tensor([int(message is not None)])
+            anything = torch.tensor([int(message is not None)], device="cpu")
             self.all_reduce(anything, "max", "agreement").wait()
             if not anything.item():
                 return

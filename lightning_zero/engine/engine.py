@@ -1,5 +1,6 @@
 """The engine: one module, sharded over the ranks of a communicator."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -20,7 +21,7 @@ from lightning_zero.engine.hooks import Hooks
 from lightning_zero.engine.modes import unseen
 from lightning_zero.engine.net import Net
 from lightning_zero.engine.norm import scale_, total_norm
-from lightning_zero.engine.optim import ShardedOptimizer, own_gradient
+from lightning_zero.engine.optim import ShardedOptimizer
 from lightning_zero.engine.reducer import Reducer
 from lightning_zero.engine.residency import Residency, in_backward
 from lightning_zero.engine.stages import stage_row
@@ -202,7 +203,10 @@ class Engine:
 
     def _end_backward(self) -> None:
         if self.reducer.active:
-            self.buffers.changed = self.reducer.end(self.buffers.changed_here())
+            changed = self.reducer.end(self.buffers.changed_here())
+            if self.reducer.last:
+                # ddp's rule: once a window, before its first forward
+                self.buffers.changed = changed
             self.record("backward_end", "")
             self.residency.reshard_all()
 
@@ -222,20 +226,15 @@ class Engine:
     # ------------------------------------------------------------------ step
 
     def sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
-        """The sharded side of a user's optimizer."""
+        """The sharded side of a user's optimizer.
+
+        Raises:
+            ValueError: the optimizer is not element-wise.
+        """
         if id(optimizer) not in self._optimizers:
             check_elementwise(optimizer)
             self._optimizers[id(optimizer)] = ShardedOptimizer(optimizer, self.locate, self.config.tile_size)
         return self._optimizers[id(optimizer)]
-
-    @staticmethod
-    def check_optimizer(optimizer: Optimizer) -> None:
-        """Refuse an optimizer that is not element-wise.
-
-        Raises:
-            ValueError: names the class and the reason.
-        """
-        check_elementwise(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
         """Step the optimizer once on the shards and bring whole parameters up to date."""
@@ -267,28 +266,13 @@ class Engine:
         if unit.state is not ParamState.SHARDED:
             self.residency.publish(unit, flats)
 
-    def _gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-        """This rank's parts of the optimizer's gradients: of sharded ones, and those that every rank has whole."""
-        shared: list[Tensor] = []
-        private: list[Tensor] = []
-        for param in {id(p): p for group in optimizer.param_groups for p in group["params"]}.values():
-            home = self.locate(param)
-            if home is None:
-                if param.grad is not None:
-                    private.append(param.grad.detach().reshape(-1))
-                continue
-            own = own_gradient(*home, param)
-            if own is not None:
-                (private if home[0].owns_all else shared).append(own)
-        return shared, private
-
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """Scale the optimizer's gradients to a global 2-norm of at most ``max_norm``. Collective.
 
         Returns:
             The norm before, 0-dim fp32.
         """
-        shared, private = self._gradients(optimizer)
+        shared, private = self.sharded(optimizer).gradients()
         norm = total_norm(shared, private, self.comm)
         scale_([*shared, *private], norm, max_norm)
         return norm
@@ -296,9 +280,8 @@ class Engine:
     def clip_grad_value_(self, optimizer: Optimizer, clip_value: float) -> None:
         """Clamp the optimizer's gradients to [-clip_value, clip_value]."""
         with torch.no_grad():
-            for tensors in self._gradients(optimizer):
-                for tensor in tensors:
-                    tensor.clamp_(-clip_value, clip_value)
+            for tensor in itertools.chain(*self.sharded(optimizer).gradients()):
+                tensor.clamp_(-clip_value, clip_value)
 
     # ------------------------------------------------------------------ whole parameters
 
@@ -401,8 +384,7 @@ def gathered(module: nn.Module, modifier_rank: int | None = 0) -> Any:
     """Context manager in which the parameters of ``module`` are whole, on all ranks.
 
     Collective: every rank enters it. Values may be read and changed; at exit those of ``modifier_rank`` win and go back
-        into the shards (None: values are only read, and nothing is sent back). A module that is not sharded is left as
-        it is.
+    into the shards (None: values are only read, and nothing is sent back). A module that is not sharded is left as it is.
     """
     for param in module.parameters():
         place = getattr(param, "_zero_place", None)

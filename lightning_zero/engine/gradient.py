@@ -32,9 +32,9 @@ class ShardedGrad(Tensor):
     @staticmethod
     def __new__(cls, param: Tensor, flat: Flat, index: int) -> ShardedGrad:
         """A stand-in of the parameter's shape, dtype and device, without memory."""
-        shape, dtype, device = param.shape, param.dtype, param.device
-        dtype = flat.dtype if param.dtype != flat.dtype else dtype
-        mark = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        mark = torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, param.stride(), dtype=param.dtype, device=param.device
+        )
         mark._flat, mark._index, mark._pending = flat, index, None
         return mark
 

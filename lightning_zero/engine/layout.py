@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 BLOCK = 64
 """Elements: the unit of all cuts."""
@@ -26,29 +27,43 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in the flat buffer, in elements."""
+    """One parameter's place in the flat buffer, in elements, and the order of its elements there.
+
+    The order is that of the parameter's own memory: a transposed or channels-last parameter keeps its strides, and so
+    the kernels that work on it, and their rounding.
+    """
 
     start: int
     stop: int
     shape: torch.Size
+    dims: tuple[int, ...]
 
     @property
     def numel(self) -> int:
         """Elements of the parameter."""
         return self.stop - self.start
 
+    def view(self, elements: Tensor) -> Tensor:
+        """The parameter's elements (1-D, in the flat buffer's order) in the parameter's shape."""
+        stored = elements.view([self.shape[dim] for dim in self.dims])
+        return stored.permute([self.dims.index(dim) for dim in range(len(self.dims))])
+
+    def flatten(self, whole: Tensor) -> Tensor:
+        """The elements of a tensor of the parameter's shape, 1-D in the flat buffer's order."""
+        return whole.permute(self.dims).reshape(-1)
+
 
 class Layout:
     """A flat buffer: slots of parameters in order, padded so that every rank's shard is a whole number of blocks."""
 
-    def __init__(self, shapes: Sequence[torch.Size], world_size: int) -> None:
+    def __init__(self, tensors: Sequence[Tensor], world_size: int) -> None:
         self.world_size = world_size
         self.slots: list[Slot] = []
         cursor = 0
-        for shape in shapes:
-            numel = shape.numel()
+        for tensor in tensors:
+            numel = tensor.numel()
             cursor = self._start(cursor, numel)
-            self.slots.append(Slot(cursor, cursor + numel, shape))
+            self.slots.append(Slot(cursor, cursor + numel, tensor.shape, memory_order(tensor)))
             cursor += numel
         self._starts = [slot.start for slot in self.slots]
         self.numel = round_up(cursor, BLOCK * world_size)
@@ -84,3 +99,10 @@ class Layout:
         """Indices of the slots that the elements ``first`` to ``last`` (inclusive) lie in."""
         begin = bisect_right(self._starts, first) - 1
         return range(max(begin, 0), bisect_right(self._starts, last))
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions from the slowest in memory to the fastest; as they are if that is not how the tensor is stored."""
+    dims = tuple(range(tensor.dim()))
+    order = tuple(sorted(dims, key=lambda dim: (-tensor.stride()[dim], dim)))
+    return order if tensor.permute(order).is_contiguous() and not tensor.is_contiguous() else dims

@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 @contextmanager
 def _no_user_modes() -> Iterator[None]:
-    with _disable_current_modes() as modes, ExitStack() as stack:
+    with torch._C._DisableFuncTorch(), _disable_current_modes() as modes, ExitStack() as stack:
         for mode in modes:
             if isinstance(mode, FakeTensorMode):
                 stack.enter_context(mode)
@@ -27,11 +27,11 @@ def _no_user_modes() -> Iterator[None]:
 
 
 def unseen(method: Callable[P, R]) -> Callable[P, R]:
-    """Run a function outside all dispatch modes, FakeTensorMode excepted."""
+    """Run a function outside all transforms of ``torch.func`` and all dispatch modes, FakeTensorMode excepted."""
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not torch._C._len_torch_dispatch_stack():
+        if not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None:
             return method(*args, **kwargs)
         with _no_user_modes():
             return method(*args, **kwargs)

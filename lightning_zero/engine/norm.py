@@ -17,10 +17,10 @@ CHUNK = 256 * 1024
 
 @torch.no_grad()
 def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
-    """0-dim fp64 sum of |x|^2 over 1-D tensors, in a fixed order."""
+    """0-dim fp64 sum of |x|^2 over tensors, in a fixed order."""
     total = torch.zeros((), dtype=torch.float64, device="cpu")
     for tensor in tensors:
-        real = torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor
+        real = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
         for start in range(0, real.numel(), CHUNK):
             wide = real[start : start + CHUNK].double()
             total = total.to(wide.device) + wide.dot(wide)

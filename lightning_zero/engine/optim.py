@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.elementwise import is_stock
 from lightning_zero.engine.gradient import ShardedGrad
+from lightning_zero.engine.layout import Slot
 from lightning_zero.engine.unit import Flat
 
 Locate = Callable[[nn.Parameter], "tuple[Flat, int] | None"]
@@ -80,6 +81,20 @@ class ShardedOptimizer:
         for tile in tiles:
             tile.grad = None if own is None else own[offset : offset + tile.numel()]
             offset += tile.numel()
+
+    def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        """This rank's parts of the gradients: of sharded ones, and of those that every rank has whole."""
+        shared: list[Tensor] = []
+        private: list[Tensor] = []
+        for param in {id(p): p for group in self.optimizer.param_groups for p in group["params"]}.values():
+            home = self.locate(param)
+            if home is not None:
+                own = own_gradient(*home, param)
+                if own is not None:
+                    (private if home[0].owns_all else shared).append(own)
+            elif param.grad is not None:
+                private.append(param.grad.detach())
+        return shared, private
 
     # ------------------------------------------------------------------ step
 
@@ -165,7 +180,7 @@ class ShardedOptimizer:
         bounds = self._bounds(flat, index)
         for tile, (start, stop) in zip(tiles, bounds, strict=True):
             self.state[tile] = {
-                key: _piece(value, slot.shape, start - slot.start, stop - slot.start, tile, key)
+                key: _piece(value, slot, start - slot.start, stop - slot.start, tile, key)
                 for key, value in entries.items()
             }
 
@@ -196,7 +211,7 @@ def own_gradient(flat: Flat, index: int, param: nn.Parameter) -> Tensor | None:
     if not isinstance(grad, ShardedGrad):
         slot = flat.layout.slots[index]
         start, stop = flat.own_part(index)
-        return grad.detach().reshape(-1)[start - slot.start : stop - slot.start].to(flat.master_dtype)
+        return slot.flatten(grad.detach())[start - slot.start : stop - slot.start].to(flat.master_dtype)
     if flat.reduced is None:
         raise RuntimeError(
             f"The gradient of {flat.names[index]!r} is not reduced yet: the accumulation window has not ended. "
@@ -212,11 +227,11 @@ def _join(values: list[Any], tiles: list[Tensor]) -> Any:
     return first
 
 
-def _piece(value: Any, shape: torch.Size, start: int, stop: int, tile: Tensor, key: str) -> Any:
+def _piece(value: Any, slot: Slot, start: int, stop: int, tile: Tensor, key: str) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if value.shape != shape or (not shape and key == "step"):
+    if value.shape != slot.shape or (not slot.shape and key == "step"):
         return value.clone()
     # as torch's load_state_dict: floating state takes the parameter's dtype
     dtype = tile.dtype if value.is_floating_point() and tile.is_floating_point() else value.dtype
-    return value.detach().reshape(-1)[start:stop].to(device=tile.device, dtype=dtype, copy=True)
+    return slot.flatten(value.detach())[start:stop].to(device=tile.device, dtype=dtype, copy=True)

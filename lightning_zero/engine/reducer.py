@@ -81,7 +81,8 @@ class Reducer:
             flat.drop(index)
             param.grad = mark
         slot = flat.slot(self._local(flat), index)
-        values = (grad.to_dense() if grad.layout is not torch.strided else grad.detach()).reshape(-1)
+        dense = grad.to_dense() if grad.layout is not torch.strided else grad.detach()
+        values = flat.layout.slots[index].flatten(dense)
         if flat.in_local[index]:
             slot.add_(values)
         else:

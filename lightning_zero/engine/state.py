@@ -19,7 +19,7 @@ def full_parameters(flat: Flat, dst: int) -> Iterator[tuple[nn.Parameter, Tensor
         slot = flat.layout.slots[index]
         what = f"parameter {flat.names[index]}"
         value = collect(flat, index, flat.own(flat.shard, index), flat.comm, dst, what)
-        yield param, None if value is None else value.view(slot.shape).to(flat.user_dtype)
+        yield param, None if value is None else slot.view(value).to(flat.user_dtype)
 
 
 def collect(flat: Flat, index: int, own: Tensor, comm: Communicator, dst: int, what: str) -> Tensor | None:
@@ -40,9 +40,10 @@ def load(flat: Flat, values: Mapping[int, Tensor], readable: bool) -> None:
             continue
         slot = flat.layout.slots[index]
         start, stop = flat.own_part(index)
-        flat.own(flat.shard, index).copy_(value.reshape(-1)[start - slot.start : stop - slot.start])
+        elements = slot.flatten(value)
+        flat.own(flat.shard, index).copy_(elements[start - slot.start : stop - slot.start])
         if readable:
-            flat.slot(flat.full, index).copy_(value.reshape(-1))
+            flat.slot(flat.full, index).copy_(elements)
 
 
 @torch.no_grad()
@@ -69,7 +70,7 @@ def restore(unit: Unit) -> None:
         for index, (slot, param) in enumerate(zip(flat.layout.slots, flat.params, strict=True)):
             if param.grad is flat.marks[index]:
                 param.grad = None
-            param.data = whole[slot.start : slot.stop].view(slot.shape).to(flat.user_dtype, copy=True)
+            param.data = slot.view(whole[slot.start : slot.stop]).to(flat.user_dtype, copy=True)
             del param._zero_place  # type: ignore[attr-defined]
         flat.forget()
 
@@ -103,7 +104,7 @@ def _whole_state(sharded: ShardedOptimizer, param: nn.Parameter, comm: Communica
     for key, value in own.items():
         if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == stop - start:
             gathered = collect(flat, index, value, comm, dst, f"{what} {key}")
-            whole[key] = None if gathered is None else gathered.view(slot.shape)
+            whole[key] = None if gathered is None else slot.view(gathered)
         else:
             whole[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
     return whole

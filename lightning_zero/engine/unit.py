@@ -85,7 +85,7 @@ class Flat:
         self.sum_dtype = torch.float32 if is_half(dtype) else dtype
         self.trainable = self.params[0].requires_grad
         self.whole, self.owns_all = whole, owns_all
-        self.layout = Layout([p.shape for p in self.params], comm.world_size)
+        self.layout = Layout([p.detach() for p in self.params], comm.world_size)
         self.low, self.high = (0, self.layout.numel) if owns_all else self.layout.shard(comm.rank)
         self.comm, self.pool = comm, pool
         self.buffer = FlatBuffer(self.layout.numel, dtype, pool)
@@ -116,12 +116,12 @@ class Flat:
         )
         exact.zero_()
         for slot, param in zip(self.layout.slots, self.params, strict=True):
-            exact[slot.start : slot.stop].copy_(param.detach().reshape(-1))
+            exact[slot.start : slot.stop].copy_(slot.flatten(param.detach()))
         self.comm.broadcast_(exact)
         if exact is not self.full:
             self.full.copy_(exact)
         for slot, param in zip(self.layout.slots, self.params, strict=True):
-            param.data = self.full[slot.start : slot.stop].view(slot.shape)
+            param.data = slot.view(self.full[slot.start : slot.stop])
         shard = exact[self.low : self.high]
         return shard if self.aliased else shard.clone()
 
@@ -222,7 +222,7 @@ class Flat:
             out[low:high].copy_(own)
             self.comm.all_gather(out, bounds, f"gradient of {self.names[index]}", kind="reduce").wait()
             own = out
-        return own.to(self.dtype, copy=True).view(slot.shape)
+        return slot.view(own.to(self.dtype, copy=True))
 
     @torch.no_grad()
     def store_gradient(self, index: int, values: Tensor) -> None:
@@ -230,7 +230,7 @@ class Flat:
         own, whole = self.current_gradient(index)
         if own is None:
             return
-        flat = values.reshape(-1)
+        flat = self.layout.slots[index].flatten(values)
         if not whole:
             low, high = self.layout.pieces(index)[self.comm.rank]
             flat = flat[low:high]

@@ -1,0 +1,136 @@
+"""The examples run as their users run them: as scripts, in processes of their own."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES, CONF = ROOT / "examples", ROOT / "conf"
+GROUPS = sorted(CONF.glob("*/*.yaml"))
+TINY = [
+    *("model.dim=32", "model.depth=2", "model.num_heads=1", "batch.sequence_length=32", "sample_bytes=10"),
+    *("+trainer.limit_train_batches=16", "+trainer.limit_val_batches=1", "trainer.max_epochs=2", "measured_steps=3"),
+]
+
+sys.path.insert(0, str(EXAMPLES))
+import report  # noqa: E402
+from text import language_reference, unigram_entropy  # noqa: E402
+
+
+def start(script, *arguments, cwd):
+    """Start a script of examples/ with one thread a rank; ``lightning_zero`` is found in the checkout."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(EXAMPLES / script), *arguments]
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def run(script, *arguments, cwd):
+    """Run to the end; what was printed, and the exit code."""
+    process = start(script, *arguments, cwd=cwd)
+    output, _ = process.communicate(timeout=120)
+    return output, process.returncode
+
+
+def processes_about(folder):
+    """Processes whose command line names ``folder``."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes()
+        except OSError:
+            continue  # it has ended
+        if str(folder).encode() in words:
+            found.append(path.parent.name)
+    return found
+
+
+def test_minimal_example_learns(tmp_path):
+    output, code = run("minimal.py", cwd=tmp_path)
+    assert code == 0, output
+    assert float(output.rpartition(":")[2]) < 0.1
+
+
+def test_training_resumes_to_the_bit_and_reports_its_costs(tmp_path):
+    settings = ["zero=stage2", "trainer.devices=2", "batch.micro_batch_size=2", "compare=[ddp]"]
+    output, code = run("train_gpt.py", *settings, *TINY, f"hydra.run.dir={tmp_path / 'job'}", cwd=tmp_path)
+    assert code == 0, output
+    assert output.count("equal to the bit") == 2, output
+    assert "unigram entropy of the text" in output
+    rows = {line[:16].strip(): line[16:].split() for line in output.splitlines() if line[:1].isalpha()}
+    assert "2Y + 16Y/N" in " ".join(rows["sum of these"]) and "16Y" in rows["sum of these"]
+    assert all(int(rows[row][0].replace(",", "")) > 0 for row in ("elements sent", "bytes sent"))
+    assert not processes_about(tmp_path)
+
+
+def test_every_job_of_a_sweep_ends_in_a_folder_of_its_own(tmp_path):
+    arguments = ["-m", "zero=stage1,stage3", "trainer.max_steps=4", "check_resume=false", *TINY]
+    output, code = run("train_gpt.py", *arguments, f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path)
+    assert code == 0, output
+    for folder in ("0-stage1", "1-stage3"):
+        assert {path.name for path in (tmp_path / "sweep" / folder).glob("rank*.json")} == {"rank0.json", "rank1.json"}
+    assert not processes_about(tmp_path)
+
+
+def test_interrupt_ends_all_ranks(tmp_path):
+    endless = ["trainer.max_epochs=100000", *TINY[:-2], f"hydra.run.dir={tmp_path / 'job'}"]
+    process = start("train_gpt.py", "zero=stage3", *endless, cwd=tmp_path)
+    for line in process.stdout:
+        if line.startswith("epoch 0"):
+            break
+    assert len(processes_about(tmp_path)) == 3
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGINT, output
+    end = time.monotonic() + 10
+    while processes_about(tmp_path) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not processes_about(tmp_path)
+
+
+def test_a_rank_that_fails_fails_the_job(tmp_path):
+    wrong = ["optimizer.lr=-1", "trainer.devices=1", f"hydra.run.dir={tmp_path / 'job'}"]
+    output, code = run("train_gpt.py", *wrong, *TINY, cwd=tmp_path)
+    assert code == 1
+    assert "Invalid learning rate: -1" in output
+    assert not processes_about(tmp_path)
+
+
+def test_entropy_of_a_text():
+    assert unigram_entropy(b"aabb") == pytest.approx(math.log(2))
+    assert 3.0 < unigram_entropy(language_reference()) < 3.5
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulate", "whole", "shared"),
+    [(None, 2, 16, 0), (0, 2, 18, 0), (1, 1, 2, 16), (1, 2, 6, 12), (2, 1, 2, 16), (2, 2, 2, 16), (3, 1, 0, 16)],
+)
+def test_formulas_are_those_of_the_paper(stage, accumulate, whole, shared):
+    pairs = report.bytes_per_parameter(stage, accumulate, "bf16-mixed").values()
+    assert tuple(map(sum, zip(*pairs, strict=True))) == (whole, shared)
+
+
+@pytest.mark.parametrize("path", GROUPS, ids=lambda path: f"{path.parent.name}={path.stem}")
+def test_a_group_composes_and_its_header_says_how_to_use_it(path):
+    choice = f"{path.parent.name}={path.stem}"
+    header = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    commands = [line.removeprefix("#").split() for line in header if "train_gpt.py" in line]
+    assert any(choice in command for command in commands), f"the header of {path} has no command with {choice}"
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        for command in commands:
+            assert path.parent.name in compose("config", command[2:])
+
+
+def test_readme_names_every_file():
+    readme = (ROOT / "README.md").read_text()
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, text=True, capture_output=True).stdout.split()
+    missing = [name for name in listed if Path(name).name not in readme and Path(name).name != "__init__.py"]
+    assert not missing, f"README.md does not mention {missing}"
