@@ -25,7 +25,8 @@ values and back.
 
 from lightning_zero.engine.comm import Communicator
 from lightning_zero.engine.elementwise import check_elementwise
-from lightning_zero.engine.engine import Engine, gathered
+from lightning_zero.engine.engine import Engine
+from lightning_zero.engine.gathered import gathered
 from lightning_zero.engine.peers import PeerError
 
 __all__ = ["Communicator", "Engine", "PeerError", "check_elementwise", "gathered"]

@@ -30,7 +30,7 @@ class Communicator:
         self.device = device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.traffic = dict.fromkeys(("gather", "reduce", "control", "other"), 0)
-        self.nccl = device.type == "cuda" and dist.get_backend() == "nccl"
+        self.nccl = device.type == "cuda" and "nccl" in dist.get_backend_config()
         backend = "nccl" if self.nccl else "gloo"
         self.peers = Peers(distributed_c10d._get_default_store(), self.rank, self.world_size)
         backends = {"gather": backend, "reduce": backend, "control": "gloo"}
@@ -143,7 +143,7 @@ class Communicator:
         return lane.submit(works, what)
 
     def gather_pieces(self, own: Tensor, out: Tensor | None, bounds: Bounds, dst: int, what: str) -> None:
-        """Collect every rank's piece of a tensor on rank ``dst``; only there ``out`` (1-D, CPU) is given and written."""
+        """Collect every rank's piece of a tensor on rank ``dst``; ``out`` (1-D, CPU) is given there only."""
         lane = self._lanes["control"]
         tag = lane.tag(what)
         works = []
@@ -191,7 +191,7 @@ class Communicator:
         self.peers.fail(message)
 
     def close(self) -> None:
-        """Give up the groups; no collective, may be called again."""
+        """End the threads; no collective, may be called again. The process groups live as long as the process."""
         if self._closed:
             return
         self._closed = True

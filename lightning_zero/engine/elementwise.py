@@ -18,6 +18,9 @@ STOCK = {
 }
 """torch's own element-wise optimizers. They keep their state in ``state[p]`` and never write to their groups."""
 
+SCALARS = ("step", "mu_product", "eta", "mu")
+"""Entries of torch's optimizers that are one number a parameter, also where the parameter is one number itself."""
+
 REASONS = {
     "LBFGS": "its line search needs inner products of whole gradients and calls the closure several times a step",
     "SparseAdam": "it needs sparse gradients, and reduced gradients are dense",
@@ -44,10 +47,9 @@ def check_elementwise(optimizer: Optimizer) -> None:
         return
     known = (base.__name__ for base in kind.__mro__ if base.__module__.startswith("torch.optim"))
     reason = next((REASONS[name] for name in known if name in REASONS), None)
-    if reason is None and not any(group["params"] for group in optimizer.param_groups):
-        return
-    if reason is None:
-        reason = _try(optimizer)
+    for group in optimizer.param_groups:
+        if reason is None and group["params"]:
+            reason = _try(optimizer, group)
     if reason is not None:
         raise ValueError(
             f"{kind.__name__} cannot run on sharded parameters: {reason}. Use an element-wise optimizer "
@@ -55,17 +57,17 @@ def check_elementwise(optimizer: Optimizer) -> None:
         )
 
 
-def _try(optimizer: Optimizer) -> str | None:
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(16, 64, generator=generator)
-    grads = [torch.randn(16, 64, generator=generator) for _ in range(3)]
+def _try(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
+    generator = torch.Generator("cpu").manual_seed(0)
+    device = group["params"][0].device
+    whole, *grads = (torch.randn(16, 64, generator=generator, device="cpu").to(device) for _ in range(4))
     # half of the rows, so that a norm or a mean over the tensor shows
     cut = 8 * 64
     flat = whole.clone().reshape(-1)
     tiles = [flat[:cut], flat[cut:]]
     try:
-        _run(optimizer, [whole], [[grad] for grad in grads])
-        _run(optimizer, tiles, [[grad.reshape(-1)[:cut], grad.reshape(-1)[cut:]] for grad in grads])
+        _run(optimizer, group, [whole], [[grad] for grad in grads])
+        _run(optimizer, group, tiles, [[grad.reshape(-1)[:cut], grad.reshape(-1)[cut:]] for grad in grads])
     except Exception as error:  # whatever a foreign optimizer raises is the reason
         return f"a trial step on slices of a tensor failed with {type(error).__name__}: {error}"
     if not torch.equal(whole.reshape(-1), flat):
@@ -73,11 +75,10 @@ def _try(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _run(optimizer: Optimizer, params: list[Tensor], grads: list[list[Tensor]]) -> None:
+def _run(optimizer: Optimizer, group: dict[str, Any], params: list[Tensor], grads: list[list[Tensor]]) -> None:
     """Steps of a copy of the optimizer (its options, none of its state) on ``params``."""
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update({key: _shallow(value) for key, value in optimizer.__dict__.items() if key != "step"})
-    group = next(group for group in optimizer.param_groups if group["params"])
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         twin.__dict__[hooks] = OrderedDict()
     twin.param_groups = [{**group, "params": params}]

@@ -70,7 +70,8 @@ class Engine:
         self.reducer = Reducer(self.units, comm, self.pool, row.reduce_at == "window", self.record)
         self.uneven = Uneven(self.units, self.residency, comm)
         self.buffers = Buffers(module, comm, config.broadcast_buffers)
-        self._uses_net = config.saved_tensors_hooks and any(unit.sharded for unit in self.units)
+        uses_net = config.saved_tensors_hooks and any(unit.sharded for unit in self.units)
+        self._net = Net(self.units, self.need) if uses_net else nullcontext()
         self._hooks = Hooks(self)
         self._hooks.attach(module)
         self.residency.reshard_all()
@@ -92,7 +93,6 @@ class Engine:
             for flat in flats:
                 for number, param in enumerate(flat.params):
                     param._zero_place = Place(self, units[-1], flat, number, type(param))  # type: ignore[attr-defined]
-                flat.note_versions()
         return units
 
     def record(self, *event: Any) -> None:
@@ -110,7 +110,7 @@ class Engine:
         try:
             if outermost:
                 self._enter_step()
-            with Net(self.units, self.need) if outermost and self._uses_net else nullcontext():
+            with self._net if outermost else nullcontext():
                 yield
         finally:
             self._depth -= 1
@@ -119,6 +119,7 @@ class Engine:
             self.residency.reshard_all()
 
     def _enter_step(self) -> None:
+        self._abort_broken_backward()
         if torch.is_grad_enabled():
             self._hooks.watch_gradients()
             self.buffers.share()
@@ -181,13 +182,14 @@ class Engine:
             last: whether this is the accumulation window's last micro-batch (others are only summed locally where the
                 stage reduces at the window's end).
         """
+        self._abort_broken_backward()
         self._hooks.watch_gradients()
         self._depth += 1
         outermost = not self.reducer.active
         if outermost:
             self._begin_backward(last)
         try:
-            with Net(self.units, self.need) if self._uses_net else nullcontext():
+            with self._net:
                 yield
         except BaseException:
             self.reducer.abort()
@@ -196,6 +198,11 @@ class Engine:
             self._depth -= 1
         if outermost:
             self._end_backward()
+
+    def _abort_broken_backward(self) -> None:
+        """A backward that the user ran without the engine's context may have ended in an exception."""
+        if self.reducer.active and not in_backward():
+            self.reducer.abort()
 
     def _begin_backward(self, last: bool) -> None:
         self.residency.trace.begin("backward")
@@ -220,8 +227,6 @@ class Engine:
         if self.reducer.accumulate(unit, flat, index):
             self.record("backward_done", unit.name)
             self.reducer.ready(unit)
-            if not unit.is_root:
-                self.residency.reshard(unit)
 
     # ------------------------------------------------------------------ step
 
@@ -238,18 +243,20 @@ class Engine:
 
     def step(self, optimizer: Optimizer) -> None:
         """Step the optimizer once on the shards and bring whole parameters up to date."""
-        for unit in self.units:
-            self.residency.arrive(unit)
-            if unit.state is ParamState.UNSHARDED:
-                for flat in unit.flats:
-                    flat.keep_writes()
+        self._close_window()
+        self._settle()
         changed = self.sharded(optimizer).step()
         self.steps += 1
         self.comm.at(self.steps)
         for unit in self.units:
             flats = [flat for flat in unit.flats if id(flat) in changed]
+            for flat in flats:
+                # autograd must notice that a graph from before the step holds other weights
+                torch.autograd.graph.increment_version([flat.params[index] for index in changed[id(flat)]])
             if flats:
-                self._after_step(unit, flats)
+                self.residency.reshard(unit, stale=True)
+                if unit.state is not ParamState.SHARDED:
+                    self.residency.publish(unit, flats)
         if self._depth:
             # manual optimization: the forward goes on
             for unit in self.units:
@@ -257,14 +264,18 @@ class Engine:
                     self.residency.unshard(unit)
         self.pool.trim()
 
-    def _after_step(self, unit: Unit, flats: list[Flat]) -> None:
-        for flat in flats:
-            # autograd must notice that a graph from before the step holds other weights
-            torch.autograd.graph.increment_version(flat.params)
-            flat.note_versions()
-        self.residency.reshard(unit)
-        if unit.state is not ParamState.SHARDED:
-            self.residency.publish(unit, flats)
+    def _close_window(self) -> None:
+        """Reduce what has been summed, if the window's last micro-batch ran no backward."""
+        if self.reducer.window_open and not self.reducer.active:
+            with self.backward(last=True):
+                pass
+
+    def _settle(self) -> None:
+        """The shards hold everything: gathers have arrived, and the user's writes are taken over."""
+        for unit in self.units:
+            self.residency.arrive(unit)
+            if unit.state is ParamState.UNSHARDED:
+                unit.keep_writes()
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """Scale the optimizer's gradients to a global 2-norm of at most ``max_norm``. Collective.
@@ -272,6 +283,7 @@ class Engine:
         Returns:
             The norm before, 0-dim fp32.
         """
+        self._close_window()
         shared, private = self.sharded(optimizer).gradients()
         norm = total_norm(shared, private, self.comm)
         scale_([*shared, *private], norm, max_norm)
@@ -280,6 +292,7 @@ class Engine:
     def clip_grad_value_(self, optimizer: Optimizer, clip_value: float) -> None:
         """Clamp the optimizer's gradients to [-clip_value, clip_value]."""
         with torch.no_grad():
+            self._close_window()
             for tensor in itertools.chain(*self.sharded(optimizer).gradients()):
                 tensor.clamp_(-clip_value, clip_value)
 
@@ -318,8 +331,10 @@ class Engine:
 
         Collective, parameter by parameter.
         """
-        for flat in self._flats():
-            yield from state.full_parameters(flat, dst)
+        self._settle()
+        for unit in self.units:
+            for flat in unit.flats:
+                yield from state.full_parameters(flat, dst)
 
     def load_parameters(self, values: Mapping[int, Tensor]) -> None:
         """Overwrite parameters: ``id(param)`` -> whole tensor, the same on all ranks."""
@@ -350,11 +365,14 @@ class Engine:
         if self.released:
             return
         self.released = True
+        if whole:
+            self._settle()
         self._hooks.detach()
         for unit in self.units:
             if whole:
-                self.residency.arrive(unit)
                 state.restore(unit)
+            for flat in unit.flats:
+                flat.free_gradients()
         for optimizer in self._optimizers.values():
             optimizer.forget_masters()
 
@@ -362,11 +380,6 @@ class Engine:
         """Bytes that this rank needs in addition for plain, whole parameters."""
         flats = [flat for unit in self.units for flat in unit.flats]
         return sum(p.numel() * flat.user_dtype.itemsize for flat in flats if not flat.aliased for p in flat.params)
-
-    def _flats(self) -> Iterator[Flat]:
-        for unit in self.units:
-            self.residency.arrive(unit)
-            yield from unit.flats
 
     def memory(self) -> dict[str, int]:
         """Live bytes on this rank by kind; ``buffers`` are free ones that the pool keeps for reuse."""
@@ -378,16 +391,3 @@ class Engine:
             "optimizer": sum(optimizer.nbytes() for optimizer in self._optimizers.values()),
             "buffers": self.pool.nbytes(),
         }
-
-
-def gathered(module: nn.Module, modifier_rank: int | None = 0) -> Any:
-    """Context manager in which the parameters of ``module`` are whole, on all ranks.
-
-    Collective: every rank enters it. Values may be read and changed; at exit those of ``modifier_rank`` win and go back
-    into the shards (None: values are only read, and nothing is sent back). A module that is not sharded is left as it is.
-    """
-    for param in module.parameters():
-        place = getattr(param, "_zero_place", None)
-        if place is not None:
-            return place.owner.gathered(module, modifier_rank)
-    return nullcontext()

@@ -1,9 +1,9 @@
 """What ``p.grad`` is once gradients are reduced: a tensor that knows where its pieces are.
 
 It stands for the whole, reduced gradient. Shape, dtype and identity are free; ``None`` means that no rank has a
-gradient; setting ``p.grad = None`` drops it. Any use of the values gathers them, on all ranks, and an in-place change
-goes back into the shards. The same object is put back backward after backward, so that "the user dropped it" is "it is
-no longer there".
+gradient; setting ``p.grad = None`` drops it. Any use of the values gathers them, on all ranks, and an in-place change,
+also through a view, goes back into the shards. The same object is put back backward after backward, so that "the user
+dropped it" is "it is no longer there".
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class ShardedGrad(Tensor):
     _flat: Flat
     _index: int
     _pending: Tensor | None
+    _whole: tuple[Tensor, Tensor] | None
 
     @staticmethod
     def __new__(cls, param: Tensor, flat: Flat, index: int) -> ShardedGrad:
@@ -35,7 +36,8 @@ class ShardedGrad(Tensor):
         mark = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, param.stride(), dtype=param.dtype, device=param.device
         )
-        mark._flat, mark._index, mark._pending = flat, index, None
+        mark._flat, mark._index = flat, index
+        mark._pending = mark._whole = None
         return mark
 
     def __init__(self, param: Tensor, flat: Flat, index: int) -> None:
@@ -49,6 +51,26 @@ class ShardedGrad(Tensor):
         assert pending is not None
         return pending
 
+    def whole(self) -> Tensor:
+        """The whole gradient; the same tensor as before while somebody may hold a view of that."""
+        return self._flat.whole_gradient(self._index) if self._whole is None else self._whole[0]
+
+    def keep(self, values: Tensor) -> None:
+        """Somebody may write to ``values``, which is the whole gradient."""
+        if self._whole is None:
+            self._whole = (values, values.clone())
+
+    def flush(self) -> None:
+        """Take over into the shard what has been written to the whole gradient since it was gathered."""
+        if self._whole is not None:
+            values, before = self._whole
+            self._whole = None
+            self._flat.store_gradient(self._index, values, before)
+
+    def forget(self) -> None:
+        """The gradient is dropped."""
+        self._whole = None
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -61,6 +83,7 @@ class ShardedGrad(Tensor):
             return args[0]
         if func in _ZERO:
             for mark in args[0] if isinstance(args[0], list | tuple) else args[:1]:
+                mark.forget()
                 mark._flat.zero_gradient(mark._index)
             return args[0] if func is aten.zero_.default else None
         return _on_whole(func, args, kwargs or {})
@@ -77,14 +100,17 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(value, ShardedGrad):
             return value
         if id(value) not in wholes:
-            wholes[id(value)] = (value, value._flat.whole_gradient(value._index))
+            wholes[id(value)] = (value, value.whole())
         return wholes[id(value)][1]
 
-    result = func(*tree_map(whole, args), **tree_map(whole, kwargs))
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for mark in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(mark, ShardedGrad):
-                    mark._flat.store_gradient(mark._index, wholes[id(mark)][1])
+    args, kwargs = tree_map(whole, args), tree_map(whole, kwargs)
+    # what is written now, or later through a view of it, has to find its way back
+    if func._schema.is_mutable or any(output.alias_info is not None for output in func._schema.returns):
+        for mark, values in wholes.values():
+            mark.keep(values)
+    result = func(*args, **kwargs)
+    if func._schema.is_mutable:
+        for mark, _ in wholes.values():
+            mark.flush()
     back = {id(values): mark for mark, values in wholes.values()}
     return tree_map(lambda value: back.get(id(value), value), result)

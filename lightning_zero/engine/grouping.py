@@ -29,7 +29,7 @@ class UnitSpec:
 
 
 def make_units(module: nn.Module, config: ZeroConfig) -> list[UnitSpec]:
-    """Cut ``module`` into units (DESIGN: blocks, merged or split to size; large layers alone; the rest is the root).
+    """Cut ``module`` into units (blocks, merged or split to size; large layers alone; the rest is the root).
 
     Returns:
         The root unit first, then the others in the order of ``module.named_modules()``. Every parameter is in exactly

@@ -36,6 +36,11 @@ def _forgotten(kind: type[_Hook]) -> _Hook:
     return kind.__new__(kind)._forget()
 
 
+def _failed(output: Any) -> bool:
+    """Whether a forward has ended in an exception: then its hooks are called with no output, while it is handled."""
+    return output is None and sys.exc_info()[0] is not None
+
+
 class _UnitHook(_Hook):
     unit: Unit
     last: bool
@@ -54,7 +59,7 @@ class _PreForward(_UnitHook):
 class _PostForward(_UnitHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.engine is not None:
-            self.engine.post_forward(self.unit, self.last, failed=sys.exc_info()[0] is not None)
+            self.engine.post_forward(self.unit, self.last, failed=_failed(output))
 
 
 class _EnterScope(_Hook):
@@ -76,7 +81,7 @@ class _EnterScope(_Hook):
 class _LeaveScope(_EnterScope):
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
         if self.engine is not None and self.scopes:
-            self.scopes.pop().__exit__(*sys.exc_info())
+            self.scopes.pop().__exit__(*(sys.exc_info() if _failed(output) else (None, None, None)))
 
 
 class _GradHook(_Hook):

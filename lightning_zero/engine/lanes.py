@@ -54,6 +54,10 @@ class Handle:
             self._finish()
             self._finish = None
 
+    def arrives(self, seconds: float) -> bool:
+        """Whether the result is there within so many seconds. (On NCCL a wait only orders streams: always.)"""
+        return not self._lane.blocking or self._arrived.wait(seconds)
+
     def arrive(self) -> None:
         """Called by the lane's thread: wait inside the backend."""
         # works hold tensors: none may be left here when the main thread goes on
@@ -115,5 +119,5 @@ class Lane:
             self._pending.popleft()
 
     def close(self) -> None:
-        """End the thread when what it waits for has come."""
+        """End the thread when what it waits for has come; the process group lives as long as the process."""
         self._queue.put(None)

@@ -1,9 +1,9 @@
 """Where each parameter lies in its unit's flat buffer, and which part of the buffer each rank owns.
 
 Alignment is what makes sharding invisible in the numbers: optimizer kernels work on vectors of up to 64 elements and
-    treat what is left over by another code path, with other rounding. So every cut (a parameter's start, a shard's
-    bound, a tile's bound) is a multiple of 64 elements, and a kernel sees the same vectors whether it runs on the whole
-    or on a slice.
+treat what is left over by another code path, with other rounding. So every cut (a parameter's start, a shard's
+bound, a tile's bound) is a multiple of 64 elements, and a kernel sees the same vectors whether it runs on the whole
+or on a slice.
 """
 
 from bisect import bisect_right

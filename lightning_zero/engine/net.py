@@ -44,7 +44,7 @@ class Net(torch.autograd.graph.saved_tensors_hooks):
     @unseen
     def _pack(self, tensor: Tensor) -> _Kept | _Place:
         home = self._home.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
-        if home is None:
+        if home is None or tensor.dtype != home[1].dtype or tensor.is_conj() or tensor.is_neg():
             return _Kept(tensor.detach(), tensor._version)
         unit, flat = home
         return _Place(unit, flat, tensor.size(), tensor.stride(), int(tensor.storage_offset()), _versions(flat, tensor))

@@ -1,7 +1,7 @@
 """Gradient norms and clipping over shards.
 
 The norm is an fp64 sum of squares over all ranks, rounded to fp32 once: the same value for every way of sharding, where
-    norms of fp32 norms are not. The scaling is ``torch.nn.utils.clip_grad_norm_``'s.
+norms of fp32 norms are not. The scaling is ``torch.nn.utils.clip_grad_norm_``'s.
 """
 
 from collections.abc import Iterable

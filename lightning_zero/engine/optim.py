@@ -5,7 +5,7 @@ is replaced by this rank's part of the master weights, cut into tiles, and ``opt
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.engine.elementwise import is_stock
+from lightning_zero.engine.elementwise import SCALARS, is_stock
 from lightning_zero.engine.gradient import ShardedGrad
 from lightning_zero.engine.layout import Slot
 from lightning_zero.engine.unit import Flat
@@ -25,8 +25,8 @@ State = dict[str, Any]
 class ShardedOptimizer:
     """Steps one user's optimizer on shards and keeps the sharded state.
 
-    State lives per tile: a tile is a 1-D view of the shard, and what the optimizer keeps for it is as long as it is. A
-        0-dim entry (``step``) is the same in all tiles of a parameter.
+    State lives per tile: a tile is a 1-D view of the shard, and what the optimizer keeps for it is as long as it is.
+    A 0-dim entry (``step``) is the same in all tiles of a parameter.
     """
 
     def __init__(self, optimizer: Optimizer, locate: Locate, tile_size: int) -> None:
@@ -36,14 +36,14 @@ class ShardedOptimizer:
         self.state: defaultdict[Tensor, State] = defaultdict(dict)
         self._tiles: dict[int, list[Tensor]] = {}
         self._alive: list[nn.Parameter] = []
-        self._adopt(dict(optimizer.state))
-        optimizer.state.clear()
+        self.adopt_state()
 
-    def _adopt(self, state: Mapping[Any, State]) -> None:
-        """Take over state that the optimizer made in its constructor (Adagrad) or that the user loaded into it."""
-        for param, entries in state.items():
+    def adopt_state(self) -> None:
+        """Take over whole state that the optimizer made in its constructor (Adagrad) or that the user has loaded."""
+        for param, entries in list(self.optimizer.state.items()):
             if isinstance(param, nn.Parameter) and entries:
                 self.set_state(param, entries)
+        self.optimizer.state.clear()
 
     # ------------------------------------------------------------------ tiles
 
@@ -99,15 +99,20 @@ class ShardedOptimizer:
     # ------------------------------------------------------------------ step
 
     @torch.no_grad()
-    def step(self) -> set[int]:
-        """One step; returns the ids of the flats that it may have changed. The closure has run before."""
-        changed: set[int] = set()
+    def step(self) -> dict[int, list[int]]:
+        """One step; the closure has run before.
+
+        Returns:
+            By the id of a flat, the indices of the parameters that may have changed.
+        """
+        self.adopt_state()
+        changed: defaultdict[int, list[int]] = defaultdict(list)
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 home = self.locate(param)
                 self._set_grads(param)
                 if home is not None and param.grad is not None:
-                    changed.add(id(home[0]))
+                    changed[id(home[0])].append(home[1])
         with self._swapped():
             self.optimizer.step()
         for tiles in self._tiles.values():
@@ -160,6 +165,7 @@ class ShardedOptimizer:
 
     def own_state(self, param: nn.Parameter) -> State:
         """This rank's state of a parameter: 1-D, as long as its part of the masters; other entries as they are."""
+        self.adopt_state()
         tiles = self.tiles(param)
         entries = [self.state[tile] for tile in tiles if tile in self.state]
         if not entries:
@@ -202,17 +208,13 @@ class ShardedOptimizer:
 
 
 def own_gradient(flat: Flat, index: int, param: nn.Parameter) -> Tensor | None:
-    """This rank's part of a parameter's gradient: reduced, or what the user has put in its place; None if there is
-    none.
-    """
-    grad = param.grad
-    if grad is None:
+    """This rank's part of a parameter's gradient, in the masters' dtype; None if there is no gradient."""
+    if param.grad is None:
         return None
-    if not isinstance(grad, ShardedGrad):
-        slot = flat.layout.slots[index]
-        start, stop = flat.own_part(index)
-        return slot.flatten(grad.detach())[start - slot.start : stop - slot.start].to(flat.master_dtype)
-    if flat.reduced is None:
+    if not isinstance(param.grad, ShardedGrad):
+        flat.adopt_gradient(index)
+    flat.marks[index].flush()
+    if flat.reduced is None or flat.in_local[index]:
         raise RuntimeError(
             f"The gradient of {flat.names[index]!r} is not reduced yet: the accumulation window has not ended. "
             "Step after a backward outside block_backward_sync (no_sync)."
@@ -230,7 +232,7 @@ def _join(values: list[Any], tiles: list[Tensor]) -> Any:
 def _piece(value: Any, slot: Slot, start: int, stop: int, tile: Tensor, key: str) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if value.shape != slot.shape or (not slot.shape and key == "step"):
+    if value.shape != slot.shape or (not slot.shape and key in SCALARS):
         return value.clone()
     # as torch's load_state_dict: floating state takes the parameter's dtype
     dtype = tile.dtype if value.is_floating_point() and tile.is_floating_point() else value.dtype

@@ -1,5 +1,6 @@
 """Gradients: from autograd's contributions to reduced shards."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ from lightning_zero.engine.order import ReductionOrder
 from lightning_zero.engine.unit import Flat, GradState, Unit
 
 Record = Callable[..., None]
+
+PATIENCE = 1.0
+"""Seconds that a reduction waits for the one before it, at most."""
 
 
 @dataclass
@@ -41,6 +45,9 @@ class Reducer:
         self.last = True
         self._flats = [flat for unit in units for flat in unit.flats]
         self._order = ReductionOrder(self._share_order)
+        self._turn: deque[Unit] = deque()
+        self._patience = PATIENCE
+        self.window_open = False
         self._key = b""
         self._usual: dict[bytes, list[set[int]]] = {}
         self._in_flight: tuple[Unit, list[_InFlight]] | None = None
@@ -52,7 +59,10 @@ class Reducer:
     def begin(self, last: bool) -> None:
         """Start a backward; ``last``: it ends the accumulation window."""
         self.active, self.last = True, last
+        # the same on all ranks, whichever gradients they have: it decides the dtype on the wire
+        self.window_open |= not self.reduces
         self._launched, self._opened = set(), set()
+        self._turn.clear()
         members = [u.index for u in self.units if any(takes_part(flat) for flat in u.flats)]
         self._key = bytes(unit.index in members for unit in self.units)
         for unit, usual in zip(self.units, self._usual.get(self._key) or map(trainable, self.units), strict=True):
@@ -97,8 +107,21 @@ class Reducer:
     def ready(self, unit: Unit) -> None:
         """A unit's gradients are in: start its reduction, and of those that waited for it, if it is their turn."""
         if self.reduces:
-            for index in self._order.ready(unit.index):
-                self._launch(self.units[index])
+            self._turn.extend(self.units[index] for index in self._order.ready(unit.index))
+            self._launch_in_turn()
+
+    def _launch_in_turn(self) -> None:
+        """Start the reductions whose turn it is, each after the one before has arrived: there is one receive buffer.
+
+        A rank with another graph may reduce only at its backward's end, and may need this rank's shards to get there:
+        so this rank waits for a while, not for ever. The less often that pays, the shorter it waits.
+        """
+        while self._turn:
+            if self._in_flight is not None and not all(p.handle.arrives(self._patience) for p in self._in_flight[1]):
+                self._patience /= 4
+                return
+            self._launch(self._turn.popleft())
+        self._patience = min(2 * self._patience, PATIENCE)
 
     @torch.no_grad()
     def end(self, flag: bool = False) -> bool:
@@ -106,8 +129,8 @@ class Reducer:
         self.active = False
         if not self.reduces:
             return flag
-        for index in self._order.rest():
-            self._launch(self.units[index])
+        for unit in [*self._turn, *(self.units[index] for index in self._order.rest())]:
+            self._launch(unit)
         self._finish()
         union = self._union(flag)
         present, leftover = union[: -1 - len(self._flats)], union[-1 - len(self._flats) : -1]
@@ -120,12 +143,14 @@ class Reducer:
         self._finish()
         self._order.freeze()
         self._hand_out(present)
+        self.window_open = False
         return bool(union[-1])
 
     def abort(self) -> None:
         """Forget a backward that an exception has ended, with what it had begun to reduce."""
         self.active = False
         self._in_flight = None
+        self._turn.clear()
         for unit in self.units:
             if unit.grad_state is GradState.REDUCING:
                 unit.move_grad(GradState.EMPTY)
@@ -139,15 +164,14 @@ class Reducer:
         if id(flat) not in self._opened:
             self._opened.add(id(flat))
             for index, (param, mark) in enumerate(zip(flat.params, flat.marks, strict=True)):
-                if param.grad is not mark:
-                    flat.drop(index)
+                mark.flush() if param.grad is mark else flat.drop(index)
             flat.free_dropped()
 
     def _local(self, flat: Flat) -> Tensor:
         """The flat buffer that this rank's contributions go to."""
         if flat.local is None:
             # micro-batches are summed in the sum's dtype; a single one travels as it is
-            flat.summing = not self.reduces
+            flat.summing = self.window_open
             flat.local = self.pool.empty(flat.layout.numel, flat.sum_dtype if flat.summing else flat.dtype)
         return flat.local
 

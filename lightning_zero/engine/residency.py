@@ -58,13 +58,13 @@ class Residency:
         self.arrive(unit)
         self._waiting_use.discard(unit.index)
 
-    def reshard(self, unit: Unit) -> None:
-        """Free a unit's whole parameters."""
+    def reshard(self, unit: Unit, stale: bool = False) -> None:
+        """Free a unit's whole parameters; ``stale``: the shards have moved on, and what is in the whole is not kept."""
         self.arrive(unit)
         if not unit.sharded or unit.state is not ParamState.UNSHARDED or unit.active:
             return
-        for flat in unit.flats:
-            flat.keep_writes()
+        if not stale:
+            unit.keep_writes()
         self.record("reshard", unit.name)
         guard(unit)
         unit.move(ParamState.SHARDED)
@@ -112,21 +112,20 @@ class Residency:
         if not unit.sharded or unit.is_root:
             self.unshard(unit)
             return
-        kind = self.kind()
-        ahead = self.trace.visit(kind, unit.index, self.prefetch)
+        ahead = self.trace.visit(self.kind(), unit.index, self.prefetch)
         self.launch(unit)
-        self._make_room(unit, kind)
+        self._make_room(unit)
         for index in ahead:
             if self.units[index].sharded and len(self._live) <= 1 + self.prefetch:
                 self.launch(self.units[index])
         self.unshard(unit)
 
-    def _make_room(self, unit: Unit, kind: Pass) -> None:
-        """Free what the pass has left behind."""
+    def _make_room(self, unit: Unit) -> None:
+        """Free what the pass has left behind.
+
+        Here and everywhere in this class a decision follows from the sequence of uses alone, which is the same on all
+        ranks, and not from which gradients this rank has.
+        """
         for other in list(self._live):
-            if other is unit or other.index in self._waiting_use:
-                continue
-            # in the backward a unit whose gradients are awaited is still at work; it goes when they are in
-            busy = kind == "backward" and bool(other.awaited)
-            if not busy or len(self._live) > 2 + self.prefetch:
+            if other is not unit and other.index not in self._waiting_use:
                 self.reshard(other)

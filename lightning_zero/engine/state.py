@@ -49,11 +49,9 @@ def load(flat: Flat, values: Mapping[int, Tensor], readable: bool) -> None:
 @torch.no_grad()
 def take_over(flat: Flat, src: int) -> None:
     """Make rank ``src``'s whole values everybody's; masters of values that did not change keep their precision."""
+    flat.take_in()
     flat.comm.broadcast_(flat.full, src)
-    if not flat.aliased:
-        new, old = flat.full[flat.low : flat.high], flat.shard
-        flat.shard.copy_(torch.where(new != old.to(new.dtype), new.to(old.dtype), old))
-    flat.note_versions()
+    flat.keep_writes()
 
 
 @torch.no_grad()
@@ -67,9 +65,7 @@ def restore(unit: Unit) -> None:
             whole[flat.low : flat.high].copy_(flat.shard)
             if not flat.owns_all:
                 flat.comm.all_gather(whole, flat.layout.shards(), f"restoring {flat.name}").wait()
-        for index, (slot, param) in enumerate(zip(flat.layout.slots, flat.params, strict=True)):
-            if param.grad is flat.marks[index]:
-                param.grad = None
+        for slot, param in zip(flat.layout.slots, flat.params, strict=True):
             param.data = slot.view(whole[slot.start : slot.stop]).to(flat.user_dtype, copy=True)
             del param._zero_place  # type: ignore[attr-defined]
         flat.forget()

@@ -56,13 +56,12 @@ class Flat:
 
     Attributes:
         full: 1-D, ``layout.numel`` elements of the compute dtype; every parameter's ``data`` is a view of it, for ever.
-            shard: 1-D master weights of this rank, ``high - low`` elements of the user's dtype (fp32 for 16-bit
-            parameters); a view of ``full``
-            where that is whole and of the same dtype.
+        shard: 1-D master weights of this rank, ``high - low`` elements of the user's dtype (fp32 for 16-bit
+            parameters); a view of ``full`` where that is whole and of the same dtype.
         local: this rank's gradients, like ``full``, in the wire dtype (or the sum's, while micro-batches are summed);
-            or None. reduced: 1-D, the mean gradient of ``low:high`` in the sum's dtype (fp32 for 16-bit parameters); or
-            None. ``backing`` is the
-            buffer that it is (a part of).
+            or None.
+        reduced: 1-D, the mean gradient of ``low:high`` in the sum's dtype (fp32 for 16-bit parameters); or None.
+        backing: the buffer that ``reduced`` is, or is a part of.
         in_local, contributed, in_reduced: per parameter, whether ``local`` / the reduction under way / ``reduced``
             holds a gradient.
     """
@@ -99,7 +98,6 @@ class Flat:
         self.contributed = [False] * len(self.params)
         self.in_reduced = [False] * len(self.params)
         self.marks = [ShardedGrad(p, self, i) for i, p in enumerate(self.params)]
-        self.versions = [p._version for p in self.params]
 
     @property
     def aliased(self) -> bool:
@@ -130,10 +128,6 @@ class Flat:
         """Whether somebody holds a view of the whole that is not a parameter."""
         return self.buffer.is_viewed(len(self.params) + self.aliased)
 
-    def note_versions(self) -> None:
-        """Remember the parameters' versions; a difference later is a write by the user."""
-        self.versions = [p._version for p in self.params]
-
     def own_part(self, index: int) -> tuple[int, int]:
         """Start and stop, in ``full``, of what this rank owns of parameter ``index`` (empty: equal)."""
         slot = self.layout.slots[index]
@@ -161,26 +155,51 @@ class Flat:
         return self.comm.all_gather(self.full, self.layout.shards(), f"gather of {self.name}")
 
     @torch.no_grad()
-    def keep_writes(self) -> bool:
-        """Take what the user wrote into whole parameters over into the shard; whether there was anything."""
-        written = [i for i, p in enumerate(self.params) if p._version != self.versions[i]]
-        if written and not self.aliased:
-            for i in written:
-                start, stop = self.own_part(i)
-                self.own(self.shard, i).copy_(self.full[start:stop])
-        if written:
-            self.note_versions()
-        return bool(written)
+    def keep_writes(self) -> None:
+        """Take what the user wrote into whole parameters over into the shard.
+
+        Versions would tell of writes in place, but not of those through ``p.data``: so the values are compared.
+        """
+        self.take_in()
+        own = self.full[self.low : self.high]
+        if self.dtype != self.master_dtype:
+            # masters of values that did not change keep their precision
+            self.shard.copy_(torch.where(own != self.shard.to(self.dtype), own.to(self.master_dtype), self.shard))
+        elif not self.aliased:
+            self.shard.copy_(own)
+
+    @torch.no_grad()
+    def take_in(self) -> None:
+        """Parameters that the user has given another tensor as their ``data``: its values move into the flat buffer."""
+        for index, param in enumerate(self.params):
+            if param.untyped_storage()._cdata == self.buffer.storage._cdata:
+                continue
+            slot = self.layout.slots[index]
+            if param.shape != slot.shape:
+                raise RuntimeError(
+                    f"Parameter {self.names[index]!r} was given data of shape {tuple(param.shape)}, "
+                    f"but it is sharded with shape {tuple(slot.shape)}: change shapes before the run begins."
+                )
+            view = slot.view(self.slot(self.full, index))
+            view.copy_(param.data)
+            param.data = view
 
     def forget(self) -> None:
         """Let go of all memory; the layout stays, for the optimizer state that outlives it."""
         nothing = self.full.new_empty(0)
         self.full = self.shard = nothing
-        self.local = self.reduced = self.backing = None
         self.buffer.discard()
+
+    def free_gradients(self) -> None:
+        """Let go of the gradients: the stand-ins, which no garbage collector sees through, and what they stand for."""
+        for param, mark in zip(self.params, self.marks, strict=True):
+            if param.grad is mark:
+                param.grad = None
+        self.local = self.reduced = self.backing = None
 
     def drop(self, index: int) -> None:
         """Forget the gradient of parameter ``index``."""
+        self.marks[index].forget()
         self.in_local[index] = False
         if self.in_reduced[index]:
             self.in_reduced[index] = False
@@ -225,23 +244,39 @@ class Flat:
         return slot.view(own.to(self.dtype, copy=True))
 
     @torch.no_grad()
-    def store_gradient(self, index: int, values: Tensor) -> None:
-        """Overwrite the gradient of parameter ``index``: each rank keeps its own part of ``values``."""
+    def store_gradient(self, index: int, values: Tensor, before: Tensor) -> None:
+        """Overwrite the gradient of parameter ``index`` where ``values`` differs from ``before``; each rank its part.
+
+        The rest keeps its precision, which may be higher than that of ``p.grad``.
+        """
         own, whole = self.current_gradient(index)
         if own is None:
             return
-        flat = self.layout.slots[index].flatten(values)
-        if not whole:
-            low, high = self.layout.pieces(index)[self.comm.rank]
-            flat = flat[low:high]
-        own.copy_(flat)
+        slot = self.layout.slots[index]
+        low, high = (0, slot.numel) if whole else self.layout.pieces(index)[self.comm.rank]
+        new, old = slot.flatten(values)[low:high], slot.flatten(before)[low:high]
+        own.copy_(torch.where(new != old, new.to(own.dtype), own))
+
+    @torch.no_grad()
+    def adopt_gradient(self, index: int) -> None:
+        """Take over a tensor that the user has put in the place of ``p.grad``: this rank keeps its part of it."""
+        param, slot = self.params[index], self.layout.slots[index]
+        assert param.grad is not None
+        if self.reduced is None:
+            self.reduced = self.backing = self.pool.empty(self.high - self.low, self.sum_dtype)
+        start, stop = self.own_part(index)
+        values = slot.flatten(param.grad.detach())
+        self.own(self.reduced, index).copy_(values[start - slot.start : stop - slot.start])
+        self.in_local[index], self.in_reduced[index] = False, True
+        param.grad = self.marks[index]
 
     @torch.no_grad()
     def zero_gradient(self, index: int) -> None:
         """``zero_grad(set_to_none=False)``: the gradient stays, as zeros."""
-        own, _ = self.current_gradient(index)
-        if own is not None:
-            own.zero_()
+        if self.in_local[index] and self.local is not None:
+            self.slot(self.local, index).zero_()
+        if self.reduced is not None:
+            self.own(self.reduced, index).zero_()
 
 
 class Unit:
@@ -262,6 +297,11 @@ class Unit:
     def numel(self) -> int:
         """Elements of all parameters, without padding."""
         return sum(p.numel() for flat in self.flats for p in flat.params)
+
+    def keep_writes(self) -> None:
+        """Take what the user wrote into whole parameters over into the shards."""
+        for flat in self.flats:
+            flat.keep_writes()
 
     def move(self, state: ParamState) -> None:
         """Change the parameters' state."""
