@@ -31,7 +31,7 @@ class GPT(LightningModule):
     def __init__(
         self,
         dim: int = 192,
-        depth: int = 4,
+        depth: int = 3,
         num_heads: int = 3,
         sequence_length: int = 128,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,

@@ -12,7 +12,8 @@ STATES = {"units": "units in use", "parameters": "parameters", "gradients": "gra
 NOTE = """\
 N = {ranks} ranks, Y = {params:,} parameters, {accumulate} micro-batches a step, {precision}, Adam. Of all ranks the
 largest; memory is taken when the last gradient of a step is in.
-  units in use     whole parameters that are gathered at this moment (stages 1 and 2: all), in the dtype of the forward
+  units in use     whole parameters that are gathered at this moment (stages 1 and 2: all) in the dtype of the forward:
+                   under bf16-mixed, norms and embeddings are fp32, which the formula leaves out
   parameters       what a rank keeps of them: all under ddp, its part of the fp32 master weights under ZeRO
   free buffers     memory that the engine keeps for its next gathering or reduction
   peak             all of these at the start of a step, and the most that malloc gives out on top of them until it ends

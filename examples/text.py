@@ -5,7 +5,6 @@ from collections import Counter
 from pydoc_data.topics import topics
 
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -21,22 +20,17 @@ def unigram_entropy(text: bytes) -> float:
     return -sum(n / len(text) * math.log(n / len(text)) for n in counts)
 
 
-class LanguageReference(LightningDataModule):
-    """Windows of ``sequence_length + 1`` bytes, dtype uint8; the last ``held_out`` of the text is for validation."""
+def language_reference_loaders(
+    sequence_length: int = 128, micro_batch_size: int = 4, held_out: float = 0.1
+) -> tuple[DataLoader[Tensor], DataLoader[Tensor]]:
+    """Training and validation batches, ``(micro_batch_size, sequence_length + 1)`` of dtype uint8.
 
-    def __init__(self, sequence_length: int = 128, micro_batch_size: int = 8, held_out: float = 0.1) -> None:
-        super().__init__()
-        self.sequence_length, self.micro_batch_size = sequence_length, micro_batch_size
-        text = torch.frombuffer(bytearray(language_reference()), dtype=torch.uint8)
-        cut = int(len(text) * (1 - held_out))
-        self.train, self.validation = self._windows(text[:cut]), self._windows(text[cut:])
-
-    def _windows(self, text: Tensor) -> list[Tensor]:
-        """Windows that share one byte with the next: the last target of one is the first input of the other."""
-        return list(text.unfold(0, self.sequence_length + 1, self.sequence_length))
-
-    def train_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(self.train, self.micro_batch_size, shuffle=True, drop_last=True)
-
-    def val_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(self.validation, self.micro_batch_size)
+    The last ``held_out`` of the text is for validation. The last byte of a window is the first of the next.
+    """
+    text = torch.frombuffer(bytearray(language_reference()), dtype=torch.uint8)
+    cut = int(len(text) * (1 - held_out))
+    train, validation = (part.unfold(0, sequence_length + 1, sequence_length) for part in (text[:cut], text[cut:]))
+    return (
+        DataLoader(list(train), micro_batch_size, shuffle=True, drop_last=True),
+        DataLoader(list(validation), micro_batch_size),
+    )

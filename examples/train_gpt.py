@@ -4,79 +4,31 @@
     python examples/train_gpt.py -m zero=stage1,stage2,stage3
     torchrun --nproc-per-node 2 examples/train_gpt.py zero=stage3
 
-A job starts its own ranks, in new processes, unless ``torchrun`` has started them; see ``launch.py``.
+A job starts its own ranks, in new processes (``launch.py``), unless ``torchrun`` has started them; a rank does what
+``fit.py`` says.
 """
 
-import logging
 import os
-import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hydra
-from costs import Costs
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import instantiate
 from launch import run_ranks
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from omegaconf import DictConfig
 from report import compare_checkpoints, load_ranks, table
 from text import language_reference, unigram_entropy
-
-CHECKPOINTS = "checkpoints"
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
 def main(cfg: DictConfig) -> None:
     """One job: in a rank the training, otherwise the ranks, the checks and the report."""
     if "LOCAL_RANK" in os.environ:
+        from fit import train  # only the ranks need Lightning, which takes seconds to import
+
         train(cfg)
     else:
         run_job(cfg)
-
-
-def train(cfg: DictConfig) -> None:
-    """Fit on this rank. Nothing here depends on the strategy."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    for message in (".*does not have many workers", ".*treespec", "The dirpath has changed"):
-        warnings.filterwarnings("ignore", message=message)
-    seed_everything(cfg.seed, verbose=False)
-    folder = Path(cfg.output)
-    costs = Costs(cfg.measured_steps)
-    callbacks = [costs, Losses()]
-    if cfg.trainer.get("enable_progress_bar", True):
-        callbacks.append(TQDMProgressBar(refresh_rate=10))
-    if cfg.trainer.get("enable_checkpointing", True):
-        save = partial(ModelCheckpoint, folder / CHECKPOINTS, "epoch{epoch}", auto_insert_metric_name=False)
-        callbacks.append(save(monitor="step", mode="max", save_top_k=2))  # the last two
-    model, data, strategy = (instantiate(cfg[key], _convert_="all") for key in ("model", "data", "zero"))
-    trainer: Trainer = instantiate(cfg.trainer, strategy=strategy, callbacks=callbacks, _convert_="all")
-    trainer.fit(model, data, ckpt_path=cfg.resume)
-    costs.save(
-        folder / f"rank{trainer.global_rank}.json",
-        stage=cfg.zero.get("stage"),
-        params=sum(p.numel() for p in model.parameters()),
-        ranks=trainer.world_size,
-        accumulate=trainer.accumulate_grad_batches,
-        precision=trainer.precision,
-        losses={key: value.item() for key, value in trainer.callback_metrics.items()},
-    )
-    if trainer.is_global_zero and cfg.sample_bytes:
-        # After a fit the module is plain and whole again, on every rank.
-        print(f"\nA sample:\n{model.generate(cfg.prompt.encode(), cfg.sample_bytes)}\n", flush=True)
-
-
-class Losses(Callback):
-    """Prints training and validation loss after every epoch."""
-
-    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if trainer.is_global_zero:
-            losses = {key: trainer.callback_metrics.get(key) for key in ("train_loss_epoch", "val_loss")}
-            words = [f"{key} {value:.4f}" for key, value in losses.items() if value is not None]
-            print(f"\nepoch {trainer.current_epoch}, step {trainer.global_step}: {', '.join(words)}", flush=True)
 
 
 def run_job(cfg: DictConfig) -> None:
@@ -102,17 +54,17 @@ def run_job(cfg: DictConfig) -> None:
 
 def check_resume(cfg: DictConfig, folder: Path, run: dict[str, Any]) -> None:
     """Train the last epoch again, from the checkpoint before it and in new processes, and compare what comes out."""
-    checkpoints = sorted((folder / CHECKPOINTS).glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    checkpoints = sorted((folder / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     if len(checkpoints) < 2:
         print("\nThe check of resuming needs two epochs; there was one.")
         return
-    start, end = checkpoints
+    start, end = checkpoints[-2:]
     print(f"\nResuming from {start.name} in new processes:", flush=True)
     run_ranks(__file__, cfg, folder / "resumed", resume=str(start), sample_bytes=0)
-    losses = [each["losses"]["val_loss"] for each in (run, load_ranks(folder / "resumed"))]
+    losses = [each["losses"].get("val_loss") for each in (run, load_ranks(folder / "resumed"))]
     print(f"\n{end.name} as the first run wrote it and as the resumed run did:")
     print(f"  validation loss: {losses[0]} and {losses[1]}")
-    for line in compare_checkpoints(end, folder / "resumed" / CHECKPOINTS / end.name):
+    for line in compare_checkpoints(end, folder / "resumed" / "checkpoints" / end.name):
         print(f"  {line}")
 
 

@@ -1,4 +1,4 @@
-"""One thread per process, set before torch can start a pool: forked ranks would wait for threads that fork does not copy."""
+"""One thread per process, set before torch can start a pool: ranks would wait for threads that fork does not copy."""
 
 import os
 import sys

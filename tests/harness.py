@@ -1,11 +1,12 @@
-"""Runs a function on N gloo ranks that are forked from the test process: 0.1 s for two ranks, nothing is imported again.
+"""Runs a function on N gloo ranks that are forked from the test process: 0.1 s for two, nothing is imported again.
 
-The ranks meet in a ``FileStore`` (no ports). A watchdog dumps the stacks of all ranks and ends them; the failure that came
-first is the one that is reported, for the others are usually its echo.
+The ranks meet in a ``FileStore`` (no ports). A watchdog dumps the stacks of all ranks and ends them; the failure that
+came first is reported first, for the others are usually its echo.
 """
 
 import faulthandler
 import functools
+import gc
 import inspect
 import multiprocessing
 import os
@@ -50,8 +51,8 @@ def run_ranks(
     """Call ``fn(rank, world_size, *args, **kwargs)`` on ``world_size`` ranks with a gloo process group; values by rank.
 
     Raises:
-        RankFailed: with the traceback of the rank that failed first, or with the stacks of the ranks that still run after ``timeout``
-            seconds, or ``grace`` seconds after the first failure.
+        RankFailed: with the tracebacks of ranks, the first failure first, and the stacks of those that still ran after
+            ``timeout`` seconds, or ``grace`` seconds after the first failure.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -107,6 +108,7 @@ def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, folder: Path,
     stack_file = (folder / f"stack{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
     torch.set_num_threads(1)
+    gc.freeze()  # what the parent has made need not be looked at (and its pages copied) by each collection here
     try:
         store = dist.FileStore(str(folder / "store"), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))

@@ -2,11 +2,12 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -218,14 +219,23 @@ def train_ddp(
     return finish(model, losses, norms)
 
 
-def train_plain(
-    make: MakeModel, rank: int, world_size: int, *, steps: int = STEPS, accumulate: int = 1, clip: float | None = None,
+def plain(make: MakeModel, **options: Any) -> Run:
+    """What this rank should see: :func:`play_all_ranks`, run on rank 0 and sent to all."""
+    rank = dist.get_rank()
+    box = [play_all_ranks(make, dist.get_world_size(), **options) if rank == 0 else None]
+    dist.broadcast_object_list(box)
+    run, losses = box[0]
+    return replace(run, losses=losses[rank])
+
+
+def play_all_ranks(
+    make: MakeModel, world_size: int, *, steps: int = STEPS, accumulate: int = 1, clip: float | None = None,
     reduce_at: str = "window", optimizer: MakeOptimizer = adamw, follow: Follow | None = None,
-) -> Run:  # fmt: skip
+) -> tuple[Run, list[list[float]]]:  # fmt: skip
     """Train without any distribution: one replica plays each rank, gradients are summed in rank order.
 
-    The optimizer steps master copies (fp32 where a parameter has 16 bits). The losses are those of ``rank``, the buffers
-    those of rank 0, which are copied to all before the first micro-batch of a window, as DDP does.
+    The optimizer steps master copies (fp32 where a parameter has 16 bits). Buffers are those of rank 0, which are
+    copied to all before the first micro-batch of a window, as DDP does. Returns the run and the losses of each rank.
     """
     replicas = [make(0) for _ in range(world_size)]
     masters = [
@@ -234,14 +244,16 @@ def train_plain(
     ]
     chosen = optimizer(masters)
     after = follow(chosen, masters) if follow is not None else None
-    losses, norms = [], []
+    losses: list[list[float]] = [[] for _ in replicas]
+    norms = []
     for step in range(steps):
         for replica in replicas[1:]:
             for buffer, source in zip(replica.buffers(), replicas[0].buffers(), strict=True):
                 buffer.copy_(source)
         gradients = [[gradients_of(r, replica, step, micro, accumulate) for micro in range(accumulate)]
                      for r, replica in enumerate(replicas)]  # fmt: skip
-        losses += [loss for loss, _ in gradients[rank]]
+        for rank, row in enumerate(gradients):
+            losses[rank] += [loss for loss, _ in row]
         for index, (_, master) in enumerate(masters):
             parts = [[grads[index] for _, grads in row] for row in gradients]
             if reduce_at == "window":
@@ -258,7 +270,7 @@ def train_plain(
                     p.copy_(master)
         if after is not None:
             after()
-    return finish(replicas[0], losses, norms, chosen.state_dict())
+    return finish(replicas[0], [], norms, chosen.state_dict()), losses
 
 
 def master_dtype(p: Tensor) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Ranks that agree, and ranks that part: an error on every rank that is left, soon, with rank and unit; never a hang."""
+"""Ranks that agree, and ranks that part: an error on every rank that is left, soon, with rank and unit; no hang."""
 
 import os
 import signal
@@ -166,7 +166,7 @@ def test_a_slow_rank_is_waited_for(rank, world_size):
 
 @distributed(world_size=2)
 def test_an_exception_leaves_the_engine_releasable(rank, world_size):
-    """All ranks raise in their forward: without a collective the module loses hooks and guards, and can be used again."""
+    """All ranks raise in their forward: without a collective the module loses its hooks and guards."""
     with communicator() as comm:
         for stage in (1, 3):
             model = zoo.make("Blocks")

@@ -18,9 +18,9 @@ from oracles import (
     communicator,
     engine_step,
     finish,
+    plain,
     seeded,
     train_engine,
-    train_plain,
 )
 from torch import optim
 from torch.optim import Optimizer, lr_scheduler
@@ -105,7 +105,7 @@ def of_all(make):
 def assert_equal_runs(rank, name, stages=(1, 3), **options):
     """Sharded runs equal the plain loop, in weights and in optimizer state."""
     make = partial(zoo.make, name)
-    want = train_plain(make, rank, dist.get_world_size(), **options)
+    want = plain(make, **options)
     with communicator() as comm:
         for stage in stages:
             got = train_engine(make, comm, stage=stage, reduce_at="window", tile_size=64, with_state=True, **options)
@@ -233,7 +233,7 @@ def drop_one_by_one(model, optimizer):
 def test_gradients_that_the_user_drops_are_gone(rank, world_size, drop, last):
     """One backward, its gradients dropped, then another backward: only the second counts."""
     make = partial(zoo.make, "Blocks")
-    want = train_plain(make, rank, world_size, steps=1)
+    want = plain(make, steps=1)
     with communicator() as comm:
         for stage in (0, 1, 2, 3):
             model = make(rank)
@@ -327,8 +327,8 @@ def test_optimizers_that_need_whole_parameters_are_refused(rank, world_size, nam
 def test_state_travels_between_stages_and_plain_torch(rank, world_size, optimizer):
     """Three steps, the state into a new optimizer of another stage, three more: six steps at once."""
     make = partial(zoo.make, "Unused")
-    want = train_plain(make, rank, world_size, optimizer=optimizer)
-    half = train_plain(make, rank, world_size, optimizer=optimizer, steps=3)
+    want = plain(make, optimizer=optimizer)
+    half = plain(make, optimizer=optimizer, steps=3)
     with communicator() as comm:
         saved = half.state  # plain torch's own
         weights = half.weights
@@ -348,9 +348,9 @@ def test_state_travels_between_stages_and_plain_torch(rank, world_size, optimize
             box = [train_engine(make, comm, stage=second, steps=3, optimizer=optimizer, with_state=True).state]
             dist.broadcast_object_list(box)
             saved = box[0]
-    plain = optimizer([(name, p) for name, p in make(0).named_parameters()])
-    plain.load_state_dict(saved)
-    assert_same_state(plain.state_dict(), half.state)
+    unsharded = optimizer(list(make(0).named_parameters()))
+    unsharded.load_state_dict(saved)
+    assert_same_state(unsharded.state_dict(), half.state)
 
 
 @distributed(world_size=2)
@@ -359,7 +359,7 @@ def test_state_of_another_shape_is_refused(rank, world_size):
         model = zoo.make("Blocks", rank)
         engine = build_engine(model, comm)
         optimizer = adamw(model.named_parameters())
-        other = train_plain(partial(zoo.make, "Blocks"), 0, 1, steps=1, optimizer=by_ndim).state
+        other = plain(partial(zoo.make, "Blocks"), steps=1, optimizer=by_ndim).state
         with pytest.raises(ValueError, match="group"):
             engine.load_optimizer_state(optimizer, other)
         engine.release(whole=True)

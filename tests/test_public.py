@@ -10,9 +10,10 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "lightning_zero"
 FILES = sorted(PACKAGE.rglob("*.py"))
 COLLECTIVES = {
-    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_to_all", "all_to_all_single", "barrier",
-    "batch_isend_irecv", "broadcast", "broadcast_object_list", "gather", "gather_object", "irecv", "isend", "monitored_barrier", "recv", "reduce",
-    "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_to_all",
+    "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list", "gather",
+    "gather_object", "irecv", "isend", "monitored_barrier", "recv", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
 }  # fmt: skip
 
 
@@ -104,5 +105,6 @@ def test_modules_say_what_they_are_for(path):
 
 def test_reading_a_configuration_imports_no_torch():
     """The schema file alone is enough: a launcher or Hydra can use it before torch is there."""
-    program = f"import runpy, sys; runpy.run_path({str(PACKAGE / 'config' / 'schema.py')!r}); assert 'torch' not in sys.modules"
+    schema = str(PACKAGE / "config" / "schema.py")
+    program = f"import runpy, sys; runpy.run_path({schema!r}); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
