@@ -65,7 +65,7 @@ class Costs(Callback):
 
 def _bytes_by_kind(trainer: Trainer, module: LightningModule) -> dict[str, int]:
     """Live bytes of parameters, gradients and optimizer state: the engine's count, or that of whole tensors."""
-    engine = getattr(trainer.strategy, "_engine", None)
+    engine = getattr(trainer.strategy, "engine", None)
     if engine is not None:
         return engine.memory()
     parameters = list(module.parameters())
@@ -79,7 +79,7 @@ def _bytes_by_kind(trainer: Trainer, module: LightningModule) -> dict[str, int]:
 
 def _sent_elements(trainer: Trainer) -> int:
     """Elements that the engine has sent so far; 0 for a strategy without an engine."""
-    engine = getattr(trainer.strategy, "_engine", None)
+    engine = getattr(trainer.strategy, "engine", None)
     return 0 if engine is None else sum(engine.comm.traffic.values())
 
 

@@ -177,6 +177,11 @@ class ZeroMethods(_Base):
         for optimizer in self.optimizers:
             check_elementwise(raw_optimizer(optimizer))
 
+    @property
+    def engine(self) -> Engine | None:
+        """The engine of the run in progress (memory, traffic, events); None between runs."""
+        return self._engine
+
     # ------------------------------------------------------------------ steps
 
     @property

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 import zoo
 from harness import RankFailed, distributed, run_ranks
 from oracles import adamw, build_engine, communicator, engine_step, seeded
@@ -85,6 +86,34 @@ def test_a_rank_that_dies_is_missed(stage):
         assert "blocks." in own or "(root)" in own or "end of backward" in own, "no unit is named"
 
 
+def meet_at_rank_0(rank, world_size):
+    """Begin again with the usual kind of store, which lives in rank 0."""
+    store = dist.TCPStore("127.0.0.1", 0, world_size, True, wait_for_workers=False) if rank == 0 else None
+    port = [store.port if store is not None else None]
+    dist.broadcast_object_list(port)
+    dist.destroy_process_group()
+    store = store or dist.TCPStore("127.0.0.1", port[0], world_size, False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
+def test_the_rank_with_the_store_dies():
+    def dies(rank):
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def body(rank, world_size):
+        meet_at_rank_0(rank, world_size)
+        with communicator() as comm:
+            train_until(rank, comm, dies, stage=3)
+
+    with pytest.raises(RankFailed) as failure:
+        run_ranks(body, 3, timeout=2 * SOON, grace=SOON)
+    text = str(failure.value)
+    assert "was here" not in text, f"a rank hangs: {text}"
+    for survivor in (1, 2):
+        assert "PeerError" in text.partition(f"--- rank {survivor} failed")[2].partition("---")[0]
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_words_of_a_rank_that_fails_reach_the_others(stage):
     def body(rank, world_size):
@@ -126,8 +155,9 @@ def test_ranks_that_take_different_branches_are_told_where():
         run_ranks(body, 2, timeout=2 * SOON, grace=SOON)
     text = str(failure.value)
     assert "was here" not in text, f"a rank hangs: {text}"
-    for words in ("blocks.1", "blocks.2", "rank 0", "rank 1", "step 2"):
+    for words in ("rank 0: waits for", "rank 1: waits for", "blocks.", "step 2"):
         assert words in text
+    assert all("PeerError" in part for part in text.split("--- rank")[1:]), text
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -1,6 +1,5 @@
 """The CUDA path: short, and skipped where there is no GPU."""
 
-import copy
 import os
 import tempfile
 

@@ -1,6 +1,6 @@
-"""Habits of users' loops: writes to parameters and gradients by other doors, graphs that differ between ranks, odd orders.
+"""Habits of users' loops: writes to parameters and gradients by other doors, graphs that differ between ranks.
 
-The oracle is a plain loop: the same module and data on every rank, so that the mean over ranks is each rank's own gradient.
+The oracle is a plain loop: the same module and data on every rank, so that the mean over ranks is each one's gradient.
 """
 
 import copy

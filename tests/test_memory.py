@@ -1,4 +1,4 @@
-"""Bytes: what the process holds when a backward's last gradient is in, against the formulas of the ZeRO paper.
+"""Bytes: what the process holds at most during a step, against the formulas of the ZeRO paper.
 
 The C library is asked how many bytes are allocated, by whomever; nothing of the engine's own books is used. Two models
 of one structure and different widths are compared, so that what does not grow with the parameters cancels.
@@ -36,15 +36,10 @@ def allocated():
 class Peak(list):
     """A list of the engine's events that looks at the memory at each of them."""
 
-    def __init__(self):
-        self.highest = None
+    highest = 0
 
     def append(self, event):
-        if self.highest is not None:
-            self.highest = max(self.highest, allocated())
-
-    def start(self):
-        self.highest = allocated()
+        self.highest = max(self.highest, allocated())
 
 
 class Layer(nn.Module):
@@ -77,7 +72,7 @@ def numel(width):
 
 
 def measure(width, comm, stage, accumulate, autocast, steps=2):
-    """Most bytes between a window's last gradient and its backward's end, from before the model was made."""
+    """Most bytes in the last of some steps, at all events of the engine, on top of what there was before the model."""
     gc.collect()
     before = allocated()
     model = Tower(width)
@@ -85,20 +80,16 @@ def measure(width, comm, stage, accumulate, autocast, steps=2):
     optimizer = adamw(model.named_parameters())
     assert len([unit for unit in engine.units if not unit.is_root]) == DEPTH
     for _ in range(steps):
+        engine.events = peak = Peak()
         for micro in range(accumulate):
             with engine.forward(), precision(autocast):
                 loss = model(torch.ones(1, width)) / accumulate
-            if micro == accumulate - 1:
-                engine.events = peak = Peak()
-                handle = model.layers[0].lins[0].weight.register_hook(lambda grad, p=peak: p.start())
             with engine.backward(last=micro == accumulate - 1):
                 loss.backward()
             del loss
-        peak.append("end")
-        engine.events = None
-        handle.remove()
         engine.step(optimizer)
         optimizer.zero_grad()
+    engine.events = None
     engine.release(whole=True)
     return peak.highest - before
 

@@ -61,7 +61,9 @@ class Peers:
             now = self._positions()
             self._raise_failed(what, now)
             if now == before and self.rank in stuck(now):
-                raise PeerError(self._describe(now))
+                words = self._describe(now)
+                self.fail(words)  # a peer may only see the connection close, and then finds these
+                raise PeerError(words)
             before = now
         if self._published:
             self._publish({"waits": None, "step": self.step})
