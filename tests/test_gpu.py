@@ -77,7 +77,7 @@ def test_one_rank_on_nccl_equals_a_plain_loop(stage: int) -> None:
 
     (want,) = run_ranks(plain, 1)
     for name, value in want.items():
-        # torch's norm is an fp32 norm of norms, ours an fp64 sum of squares: the clipping factor differs in its last bit
+        # torch clips by an fp32 norm of norms, we by an fp64 sum of squares: the factor differs in its last bit
         torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6)
 
 
