@@ -59,12 +59,13 @@ class Communicator:
         tag = lane.tag(what)
         host = full.cpu()  # gloo's messages lie in host memory; on CPU this is the tensor itself
         works = []
-        for peer in self._peers_in_turn():
-            start, stop = bounds[peer]
-            if stop > start:
-                works.append(dist.irecv(host[start:stop], peer, lane.group, tag))
-            if high > low:
-                works.append(dist.isend(host[low:high], peer, lane.group, tag))
+        with lane.starting(what):
+            for peer in self._peers_in_turn():
+                start, stop = bounds[peer]
+                if stop > start:
+                    works.append(dist.irecv(host[start:stop], peer, lane.group, tag))
+                if high > low:
+                    works.append(dist.isend(host[low:high], peer, lane.group, tag))
         return lane.submit(works, what, None if host is full else lambda: full.copy_(host))
 
     def reduce_scatter(self, out: Tensor, full: Tensor, receive: Tensor, bounds: Bounds, what: str) -> Handle:
@@ -91,10 +92,11 @@ class Communicator:
             host = full.cpu()
             parts = {rank: part.cpu() for rank, part in parts.items()}
             works = []
-            for peer in self._peers_in_turn() if size else ():
-                start, stop = bounds[peer]
-                works.append(dist.irecv(parts[peer], peer, lane.group, tag))
-                works.append(dist.isend(host[start:stop], peer, lane.group, tag))
+            with lane.starting(what):
+                for peer in self._peers_in_turn() if size else ():
+                    start, stop = bounds[peer]
+                    works.append(dist.irecv(parts[peer], peer, lane.group, tag))
+                    works.append(dist.isend(host[start:stop], peer, lane.group, tag))
         return lane.submit(works, what, lambda: self._sum(out, parts))
 
     def nothing(self) -> Handle:
@@ -123,12 +125,13 @@ class Communicator:
         tag = lane.tag("broadcast")
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # bytes: not every dtype can be sent
         host = flat if self.nccl else flat.cpu()
-        if self.nccl:
-            works = [dist.broadcast(host, src, group=lane.group, async_op=True)]
-        elif self.rank == src:
-            works = [dist.isend(host, peer, lane.group, tag) for peer in self._peers_in_turn()]
-        else:
-            works = [dist.irecv(host, src, lane.group, tag)]
+        with lane.starting("broadcast"):
+            if self.nccl:
+                works = [dist.broadcast(host, src, group=lane.group, async_op=True)]
+            elif self.rank == src:
+                works = [dist.isend(host, peer, lane.group, tag) for peer in self._peers_in_turn()]
+            else:
+                works = [dist.irecv(host, src, lane.group, tag)]
         lane.submit(works, "broadcast").wait()
         if host.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(host.view(tensor.dtype).view(tensor.shape))
@@ -138,8 +141,11 @@ class Communicator:
         self._count("control", tensor.numel())
         reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
         lane = self._lanes["control"]
-        works = [dist.all_reduce(tensor, reduce_op, group=lane.group, async_op=True)] if self.world_size > 1 else []
         lane.tag(what)
+        works = []
+        with lane.starting(what):
+            if self.world_size > 1:
+                works.append(dist.all_reduce(tensor, reduce_op, group=lane.group, async_op=True))
         return lane.submit(works, what)
 
     def gather_pieces(self, own: Tensor, out: Tensor | None, bounds: Bounds, dst: int, what: str) -> None:
@@ -148,17 +154,18 @@ class Communicator:
         tag = lane.tag(what)
         works = []
         own = own.detach().reshape(-1).cpu()
-        if self.rank != dst:
-            if own.numel():
-                works.append(dist.isend(own, dst, lane.group, tag))
-                self._count("other", own.numel())
-        else:
-            assert out is not None
-            for rank, (start, stop) in enumerate(bounds):
-                if rank == dst:
-                    out[start:stop].copy_(own)
-                elif stop > start:
-                    works.append(dist.irecv(out[start:stop], rank, lane.group, tag))
+        with lane.starting(what):
+            if self.rank != dst:
+                if own.numel():
+                    works.append(dist.isend(own, dst, lane.group, tag))
+                    self._count("other", own.numel())
+            else:
+                assert out is not None
+                for rank, (start, stop) in enumerate(bounds):
+                    if rank == dst:
+                        out[start:stop].copy_(own)
+                    elif stop > start:
+                        works.append(dist.irecv(out[start:stop], rank, lane.group, tag))
         lane.submit(works, what).wait()
 
     def agree(self, message: str | None) -> None:

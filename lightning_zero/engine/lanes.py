@@ -8,7 +8,8 @@ in slices, and between them asks whether the peers can still arrive.
 import threading
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
@@ -91,6 +92,18 @@ class Lane:
         count = self._launched[what]
         self.peers.launched(f"{self.name}:{what}", count)
         return (zlib.crc32(what.encode()) ^ (count * 0x9E3779B1)) & 0x3FFFFFFF
+
+    @contextmanager
+    def starting(self, what: str) -> Iterator[None]:
+        """Around calls that start operations: there, too, the backend raises when a peer has gone.
+
+        Raises:
+            PeerError: in the place of the backend's own error.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.peers.lost(what, error) from error
 
     def submit(self, works: Sequence[Any], what: str, finish: Callable[[], Any] | None = None) -> Handle:
         """Take charge of operations that have been started; ``finish`` runs in the main thread in ``wait``."""
