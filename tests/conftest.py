@@ -20,6 +20,13 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--full"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
 @pytest.fixture
 def full(request):
     """Whether the tests should leave no combination out."""

@@ -1,5 +1,6 @@
 """The numbers: every stage, size and world against torch's DDP and a plain loop, to the bit."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -26,62 +27,70 @@ STAGES = (0, 1, 2, 3)
 REDUCE_AT = ("window", "micro_batch")
 
 
-def assert_ranks_equal(comm, run):
-    """All ranks hold the same weights."""
+def assert_ranks_equal(run, what):
+    """All ranks hold rank 0's weights."""
     for name, value in run.weights.items():
         other = value.clone()
-        comm.broadcast_(other)
-        assert torch.equal(other, value), f"{name} of rank {comm.rank} is not rank 0's"
+        dist.broadcast(other, 0)
+        assert torch.equal(other, value), f"{what}: {name} of rank {dist.get_rank()} is not rank 0's"
 
 
 def assert_equals_plain(got, want, make, what):
     if make().late_gradients:
         assert_close(got, want, what)
+        assert_ranks_equal(got, what)
     else:
         assert_same(got, want, what, buffers=dist.get_rank() == 0)
 
 
-@distributed(world_size=[1, 2])
+@distributed(world_size=2)
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_stages_are_equal(rank, world_size, name):
     make = partial(zoo.make, name)
-    want = plain(make)
     with communicator() as comm:
-        runs = [train_engine(make, comm, stage=stage) for stage in STAGES]
-        assert_ranks_equal(comm, runs[-1])
-    for stage in STAGES[1:]:
-        assert_same(runs[stage], runs[0], f"stage {stage} is not stage 0")
-    assert_equals_plain(runs[0], want, make, "not the plain loop")
-    if world_size == 2 and make().not_for_ddp is None:
-        assert_same(runs[0], train_ddp(make, rank), "not DDP")
+        run = assert_stages_equal_plain(comm, make, STAGES)
+    if make().not_for_ddp is None:
+        assert_same(run, train_ddp(make, rank), "not DDP")
 
 
-@distributed(world_size=[3, 4], timeout=120)
+@distributed(world_size=[1, 3, 4], timeout=120)
 @pytest.mark.parametrize("first", range(0, len(zoo.ZOO), 8))
-def test_stages_are_equal_on_more_ranks(rank, world_size, first, full):
-    """Two stages with each model at each size; all of them with ``--full``."""
-    stages = STAGES if full else {3: (1, 3), 4: (0, 2)}[world_size]
+def test_stages_are_equal_at_other_sizes(rank, world_size, first, full):
+    """At 4 ranks one stage after the other, at 3 the last, for half the steps; with ``--full`` all of everything."""
+    steps = STEPS if full else 3
     with communicator() as comm:
-        for name in list(zoo.ZOO)[first : first + 8]:
-            make = partial(zoo.make, name)
-            want = plain(make)
-            runs = [train_engine(make, comm, stage=stage) for stage in stages]
-            assert_ranks_equal(comm, runs[-1])
-            for run in runs[1:]:
-                assert_same(run, runs[0], f"{name}: two stages differ")
-            assert_equals_plain(runs[0], want, make, f"{name}: not the plain loop")
+        for index, name in enumerate(list(zoo.ZOO)[first : first + 8]):
+            some = {1: STAGES, 3: (3,), 4: (index % 4,)}[world_size]
+            assert_stages_equal_plain(comm, partial(zoo.make, name), STAGES if full else some, steps=steps)
 
 
-SOME_ACCUMULATION = {"window": (1,), "micro_batch": (3,)}  # all stages with --full
+def assert_stages_equal_plain(comm, make, stages, **options):
+    """Compare runs of stages with one another and with the plain loop, whose result all ranks have."""
+    want = plain(make, **options)
+    runs = {stage: train_engine(make, comm, stage=stage, **options) for stage in stages}
+    first, *others = runs
+    assert_equals_plain(runs[first], want, make, f"{make.args}: stage {first} is not the plain loop")
+    for stage in others:
+        assert_same(runs[stage], runs[first], f"{make.args}: stage {stage} is not stage {first}")
+    return runs[first]
+
+
+SOME_STAGES = {"window": (1,), "micro_batch": (3,)}
+SOME_MODELS = (  # those whose gradients differ in number, time or kind between micro-batches, ranks or steps
+    "Alternating Branchy Checkpointed CheckpointedBlocksReentrant Complex Dropout Gpt HalfBlock MixedPrecisions "
+    "MixtureOfExperts ReusedReentrant RunningMean SparseEmbedding Tied Unused ZeroElements"
+).split()
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SOME_MODELS else pytest.mark.full) for name in zoo.ZOO]
+)
 def test_accumulation(rank, world_size, name, full):
     make = partial(zoo.make, name)
     options = {"accumulate": 3, "steps": STEPS if full else 3}
     with communicator() as comm:
-        for reduce_at, some in SOME_ACCUMULATION.items():
+        for reduce_at, some in SOME_STAGES.items():
             want = plain(make, reduce_at=reduce_at, **options)
             stages = STAGES if full else some
             runs = [train_engine(make, comm, stage=s, reduce_at=reduce_at, **options) for s in stages]
@@ -93,7 +102,7 @@ def test_accumulation(rank, world_size, name, full):
 
 
 @distributed(world_size=[3, 4])
-@pytest.mark.parametrize("name", ["Gpt", "MixtureOfExperts", "HalfBlock"])
+@pytest.mark.parametrize("name", ["Gpt", "MixtureOfExperts"])
 def test_accumulation_on_more_ranks(rank, world_size, name):
     make = partial(zoo.make, name)
     with communicator() as comm:
@@ -162,42 +171,32 @@ def test_clipping_by_value(rank, world_size):
             engine.release(whole=True)
 
 
-SIZES = [
-    {"min_unit_bytes": 2**24},
-    {"min_unit_bytes": 1000},
-    {"max_unit_bytes": 500},
-    {"tile_size": 64},
-    {"tile_size": 4096},
-    {"tile_size": 0},
-    {"prefetch": 0},
-    {"prefetch": 3},
-    {"persistence_threshold": 10},
-    {"persistence_threshold": 10**6},
-    {"unit_classes": ("Linear",)},
-    {"saved_tensors_hooks": False},
-]
+SIZES = {  # by the stages that they touch
+    (1, 3): [{"min_unit_bytes": 2**24}, {"min_unit_bytes": 1000}, {"max_unit_bytes": 500}, {"unit_classes": ("Linear",)}],
+    (1,): [{"tile_size": 64}, {"tile_size": 4096}, {"tile_size": 0}],
+    (3,): [{"prefetch": 0}, {"prefetch": 3}, {"persistence_threshold": 10}, {"persistence_threshold": 10**6},
+           {"saved_tensors_hooks": False}],
+}  # fmt: skip
 
 
 @distributed(world_size=3)
-@pytest.mark.parametrize("name", ["Wide", "Gpt", "Tied", "Reused"])
+@pytest.mark.parametrize("name", ["Wide", "Gpt", "Tied"])
 def test_sizes_change_no_bit(rank, world_size, name):
     make = partial(zoo.make, name)
     with communicator() as comm:
         want = train_engine(make, comm, stage=0, steps=3)
-        for stage in (1, 3):
-            for config in SIZES:
+        for stages, configs in SIZES.items():
+            for stage, config in itertools.product(stages, configs):
                 got = train_engine(make, comm, stage=stage, steps=3, **config)
                 assert_same(got, want, f"stage {stage}, {config}")
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize(
-    "name", ["DeepMlp", "Blocks", "Gpt", "Tied", "Frozen", "Unused", "Reused", "CheckpointedBlocks"]
-)
+@pytest.mark.parametrize("name", ["DeepMlp", "Gpt", "Tied", "Frozen", "Unused", "CheckpointedBlocks"])
 def test_bf16_compute_equals_ddp_under_autocast(rank, world_size, name):
     make = partial(zoo.make, name)
     with communicator() as comm:
-        for accumulate, steps in ((1, STEPS), (3, 3)):
+        for accumulate, steps in ((1, STEPS), (3, 2)):
             options = {"accumulate": accumulate, "steps": steps, "autocast": True}
             want = train_ddp(make, rank, **options)
             for stage in STAGES:

@@ -20,7 +20,7 @@ from harness import distributed, run_ranks
 from oracles import adamw, build_engine, communicator, precision
 from torch import nn
 
-DEPTH, STEPS = 12, 3
+DEPTH, STEPS = 12, 2
 
 
 class Tower(nn.Module):
