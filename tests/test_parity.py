@@ -172,7 +172,8 @@ def test_clipping_by_value(rank, world_size):
 
 
 SIZES = {  # by the stages that they touch
-    (1, 3): [{"min_unit_bytes": 2**24}, {"min_unit_bytes": 1000}, {"max_unit_bytes": 500}, {"unit_classes": ("Linear",)}],
+    (1, 3): [{"min_unit_bytes": 2**24}, {"min_unit_bytes": 1000}, {"max_unit_bytes": 500},
+             {"unit_classes": ("Linear",)}],
     (1,): [{"tile_size": 64}, {"tile_size": 4096}, {"tile_size": 0}],
     (3,): [{"prefetch": 0}, {"prefetch": 3}, {"persistence_threshold": 10}, {"persistence_threshold": 10**6},
            {"saved_tensors_hooks": False}],
