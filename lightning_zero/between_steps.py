@@ -37,22 +37,24 @@ def let_in(callbacks: Sequence[Any], engine: Engine, module: nn.Module) -> Calla
         ValueError: a callback would write values that are rounder than the master weights.
     """
     flats = [flat for unit in engine.units for flat in unit.flats]
-    rounded = any(flat.dtype != flat.master_dtype for flat in flats)
+    rounded = any(flat.dtypes.compute != flat.dtypes.master for flat in flats)
+    visits = [
+        (callback, _VISITORS[name])
+        for callback in callbacks
+        for name in {cls.__name__ for cls in type(callback).__mro__} & set(_VISITORS)
+    ]
+    for callback, visitor in visits:
+        if visitor.writes and rounded:
+            raise ValueError(
+                f"{type(callback).__name__} (EMA, SWA) exchanges weights in the precision of the forward, which"
+                " here is lower than that of the master weights: they would lose their low bits. Use"
+                " precision='32-true', or strategy='ddp'."
+            )
     wrapped: list[tuple[Any, str]] = []
-    for callback in callbacks:
-        for name in {cls.__name__ for cls in type(callback).__mro__} & set(_VISITORS):
-            visitor = _VISITORS[name]
-            if visitor.writes and rounded:
-                raise ValueError(
-                    f"{type(callback).__name__} (EMA, SWA) exchanges weights in the precision of the forward, which"
-                    " here is lower than that of the master weights: they would lose their low bits. Use"
-                    " precision='32-true', or strategy='ddp'."
-                )
-            if any(unit.sharded for unit in engine.units):
-                for hook in visitor.reads + visitor.writes:
-                    changes = hook in visitor.writes
-                    setattr(callback, hook, _on_whole(getattr(callback, hook), engine, module, changes))
-                    wrapped.append((callback, hook))
+    for callback, visitor in visits if any(unit.sharded for unit in engine.units) else ():
+        for hook in visitor.reads + visitor.writes:
+            setattr(callback, hook, _on_whole(getattr(callback, hook), engine, module, hook in visitor.writes))
+            wrapped.append((callback, hook))
 
     def take_back() -> None:
         for callback, hook in wrapped:

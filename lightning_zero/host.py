@@ -1,8 +1,8 @@
-"""What belongs to the process and its host rather than to one run: communicators, free memory, files."""
+"""What belongs to the process and its host rather than to one run: communicators, free memory."""
 
 import atexit
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -10,13 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 
-from lightning_zero.checkpoint import full
 from lightning_zero.engine import Communicator, Engine, PeerError
-
-# ---------------------------------------------------------------------- communicators
 
 
 class _Key(NamedTuple):
@@ -97,9 +94,6 @@ def together(comm: Communicator | None) -> Iterator[None]:
         raise error
 
 
-# ---------------------------------------------------------------------- memory
-
-
 def free_memory() -> int | None:
     """Bytes of host memory that can be had without swapping; None where the system does not say."""
     with suppress(OSError, ValueError):
@@ -109,6 +103,15 @@ def free_memory() -> int | None:
     with suppress(AttributeError, OSError, ValueError):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move all buffers, and tell Lightning's modules (``module.device``)."""
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            owner._buffers[name] = None if buffer is None else buffer.to(device)
+        if "_device" in vars(owner):
+            owner._device = device  # type: ignore[assignment]
 
 
 def room_for_all(engine: Engine, ranks_here: int) -> bool:
@@ -131,39 +134,3 @@ def room_for_all(engine: Engine, ranks_here: int) -> bool:
         )
         return False
     return True
-
-
-# ---------------------------------------------------------------------- files
-
-
-class LocalCheckpointIO(TorchCheckpointIO):
-    """Lightning's plain files, written and read without a second copy in memory where they are local.
-
-    Lightning serialises into memory first, which doubles what rank 0 holds, and reads a whole file on every rank.
-    """
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write ``checkpoint`` to ``path``; an old file stays until the new one is complete."""
-        local = _local(path)
-        if local is None or storage_options is not None:
-            super().save_checkpoint(checkpoint, path, storage_options)
-        else:
-            full.write(checkpoint, local)
-
-    def load_checkpoint(
-        self, path: Any, map_location: Callable[..., Any] | None = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Read ``path``; tensors of a local file stay on disk until they are used."""
-        local = _local(path)
-        if local is None or not local.is_file():
-            return super().load_checkpoint(path, map_location or _stay, weights_only)
-        return full.read(local, map_location or _stay, weights_only)
-
-
-def _stay(storage: Any, location: str) -> Any:
-    return storage
-
-
-def _local(path: Any) -> Path | None:
-    text = os.fspath(path)
-    return None if "://" in text or "::" in text else Path(text).expanduser()

@@ -7,7 +7,11 @@ other. Each gets a strategy class of its own, made from the same methods.
 import sys
 from functools import cache
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from itertools import product
+from types import ModuleType
 from typing import Any
 
 from lightning_zero.strategy import ZeroMethods, ZeroStrategy
@@ -59,7 +63,29 @@ def register(namespace: str) -> None:
 
 
 def register_everywhere() -> None:
-    """Register with ``lightning.pytorch``, and with ``pytorch_lightning`` if the program has imported it."""
+    """Register with ``lightning.pytorch``, and with ``pytorch_lightning`` once the program has imported it."""
     register("lightning.pytorch")
     if "pytorch_lightning" in sys.modules:
         register("pytorch_lightning")
+    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport())
+
+
+class _AfterImport(MetaPathFinder):
+    """Registers with ``pytorch_lightning`` at the end of its import, which would cost other programs seconds."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """The module as other finders see it, with a loader that registers afterwards."""
+        if name != "pytorch_lightning":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                register(name)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -1,6 +1,6 @@
 """The strategy: Lightning's calls, in Lightning's order, each a few lines that delegate to the engine."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero import between_steps, host
-from lightning_zero.checkpoint import full
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import Communicator, Engine, check_elementwise
+from lightning_zero.engine.norm import GradientNorm
 from lightning_zero.engine.unit import ParamState
-from lightning_zero.precision import ZeroPrecision, adapt, compute_dtype, raw_optimizer
+from lightning_zero.precision import ZeroPrecision, adapt, raw_optimizer
+from lightning_zero.saving import CheckpointMethods, LocalCheckpointIO, is_stand_in
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -23,12 +24,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
 
-    _Base = DDPStrategy
-else:
-    _Base = object
 
-
-class ZeroMethods(_Base):
+class ZeroMethods(CheckpointMethods):
     """What a ZeRO strategy does differently from ``ddp``; mixed into the ``DDPStrategy`` of a Lightning namespace.
 
     The launcher, the environment, samplers and collectives on the default process group are inherited.
@@ -71,8 +68,6 @@ class ZeroMethods(_Base):
         self._failed = False  # the last run ended with an exception on this rank
         self._lost = False  # and left the module sharded
 
-    # ------------------------------------------------------------------ plugins
-
     @property
     def precision_plugin(self) -> "Precision":
         """Lightning's plugin for the Trainer's ``precision``, with the engine's gradient clipping."""
@@ -87,17 +82,19 @@ class ZeroMethods(_Base):
         self._precision_plugin = None if plugin is None else adapt(plugin)
 
     @property
+    def _zero_precision(self) -> ZeroPrecision:
+        return adapt(self.precision_plugin)
+
+    @property
     def checkpoint_io(self) -> "CheckpointIO":
         """The user's plugin, or one that writes local files without a second copy in memory."""
         if self._checkpoint_io is None:
-            self._checkpoint_io = host.LocalCheckpointIO()
+            self._checkpoint_io = LocalCheckpointIO()
         return super().checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, plugin: "CheckpointIO") -> None:
         self._checkpoint_io = plugin
-
-    # ------------------------------------------------------------------ setup
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -136,36 +133,46 @@ class ZeroMethods(_Base):
 
     def setup(self, trainer: "Trainer") -> None:
         """Make optimizers on the plain module, then shard it."""
-        assert self.accelerator is not None and self.model is not None
-        self.accelerator.setup(trainer)
+        accelerator, model = self.accelerator, self.model
+        if accelerator is None or model is None:
+            raise RuntimeError("The strategy is set up by a Trainer, which connects an accelerator and a module first.")
+        accelerator.setup(trainer)
         fitting = trainer.state.fn == "fit"
         self._predicting = trainer.state.fn == "predict"
-        attached = self._engine is not None and self._sharded is self.model
+        attached = self._engine is not None and self._sharded is model
         if not attached:
             if fitting and self._layer_sync:
-                self.model = self._layer_sync.apply(self.model)
-            self.precision_plugin.convert_module(self.model)
+                self.model = model = self._layer_sync.apply(model)
+            self._zero_precision.convert_module(model)
             self.model_to_device()
         if fitting:
             self._reset_optimizers_and_schedulers()
+            if self._engine is not None:
+                self._engine.forget_optimizers()
             self._fit_engine = None
             with host.together(self._comm):
                 self.setup_optimizers(trainer)
         if not attached:
-            self._attach(self.model)
+            self._attach(model)
         if fitting:
             self._fit_engine = self._engine
-            self._shut_out = between_steps.let_in(trainer.callbacks, self._running, self.model)  # type: ignore[attr-defined]
+            self._shut_out = between_steps.let_in(trainer.callbacks, self._running, model)  # type: ignore[attr-defined]
         self.setup_precision_plugin()
 
     def _attach(self, module: nn.Module) -> None:
-        assert self._comm is not None
-        plugin = self.precision_plugin
-        assert isinstance(plugin, ZeroPrecision)
-        dtypes = compute_dtype(module, str(plugin.precision))
-        self._engine = Engine(module, self.config, self._comm, compute_dtype=dtypes)
+        plugin = self._zero_precision
+        self._engine = Engine(
+            module, self.config, self._communicator, plugin.compute_dtype(module), plugin.stray_forward_context
+        )
         self._sharded = module
         plugin.attach(self._engine, self.root_device)
+
+    def model_to_device(self) -> None:
+        """Move buffers only: parameters go to the device unit by unit, and the whole need not fit there."""
+        if self.root_device.type == "cpu" or self.model is None:
+            super().model_to_device()
+        else:
+            host.move_buffers(self.model, self.root_device)
 
     def setup_optimizers(self, trainer: "Trainer") -> None:
         """Call ``configure_optimizers``.
@@ -180,14 +187,6 @@ class ZeroMethods(_Base):
     @property
     def engine(self) -> Engine | None:
         """The engine of the run in progress (memory, traffic, events); None between runs."""
-        return self._engine
-
-    # ------------------------------------------------------------------ steps
-
-    @property
-    def _running(self) -> Engine:
-        if self._engine is None:
-            raise RuntimeError("The module is not set up: steps can only run inside fit, validate, test and predict.")
         return self._engine
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -210,8 +209,7 @@ class ZeroMethods(_Base):
         engine = self._running
         with engine.uneven.step(), engine.forward():
             output = super().predict_step(*args, **kwargs)
-        assert self.lightning_module is not None
-        if getattr(self.lightning_module.trainer.predict_loop.batch_progress, "is_last_batch", False):
+        if getattr(self._module.trainer.predict_loop.batch_progress, "is_last_batch", False):
             self._stay_for_others()
         return output
 
@@ -237,12 +235,11 @@ class ZeroMethods(_Base):
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass; gradients are final before the ``on_after_backward`` hooks."""
-        assert self.lightning_module is not None
         self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         with self._running.backward(last=self._last_backward):
-            self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
-        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+            self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
         self.post_backward(closure_loss)
         return closure_loss
 
@@ -254,77 +251,32 @@ class ZeroMethods(_Base):
         **kwargs: Any,
     ) -> Any:
         """Run the closure (forward, backward, hooks, clipping), then step on the shards."""
-        if _is_stand_in(optimizer):
+        if is_stand_in(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         module = model or self.lightning_module
-        # The closure works on the whole parameters' gradients, so it runs before the shards are swapped in.
-        output = self.precision_plugin._wrap_closure(module, optimizer, closure)  # type: ignore[arg-type]
-        self._running.step(optimizer, **kwargs)
-        return output
+        plugin = self._zero_precision
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs if config.interval == "step"]
+        return plugin.run_step(optimizer, module, closure, kwargs, schedulers)
 
-    # ------------------------------------------------------------------ checkpoints
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip by the global norm, as ``Fabric.clip_gradients(max_norm=...)``; returns the norm before. Collective."""
+        return self._running.clipper.clip_norm_(raw_optimizer(optimizer), max_norm, norm_type, error_if_nonfinite)
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's state on rank 0, ``{}`` on the others. Collective."""
-        assert self.lightning_module is not None
-        if self._lost:
-            raise RuntimeError("The last run ended with an exception: its weights cannot be collected.")
-        if self._engine is None or self._comm is None:
-            state = super().lightning_module_state_dict()
-            return state if self.is_global_zero else {}
-        return full.module_state(self.lightning_module, self._engine, self._comm.rank)
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip by value, as ``Fabric.clip_gradients(clip_val=...)``."""
+        self._running.clipper.clip_value_(raw_optimizer(optimizer), clip_val)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state of an optimizer, in torch's format, on rank 0; ``{}`` on the others. Collective."""
-        optimizer = raw_optimizer(optimizer)
-        if self._failed:
-            raise RuntimeError("The last run ended with an exception: its optimizer state cannot be collected.")
-        if _is_stand_in(optimizer) or self._fit_engine is None:
-            return super().optimizer_state(optimizer) if self.is_global_zero else {}
-        return self._fit_engine.optimizer_state(optimizer, dst=0) or {}
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the module's state; every rank passes the whole of it.
-
-        Raises:
-            RuntimeError: names or shapes do not fit, in torch's words.
-        """
-        assert self.lightning_module is not None
-        if self._engine is not None and self._sharded is self.model:
-            full.load_module_state(self.lightning_module, self._engine, checkpoint["state_dict"], strict)
-        else:
-            super().load_model_state_dict(checkpoint, strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load optimizer states in torch's format; every rank passes the whole of them and keeps its part.
-
-        Raises:
-            ValueError: the checkpoint has another number of optimizers.
-        """
-        states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
-            raise ValueError(
-                f"The checkpoint holds the states of {len(states)} optimizer(s), but configure_optimizers() returned"
-                f" {len(self.optimizers)}."
-            )
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            if not _is_stand_in(optimizer):
-                self._running.load_optimizer_state(raw_optimizer(optimizer), state)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write rank 0's checkpoint through the CheckpointIO plugin. Collective: an error is raised on all ranks."""
-        filepath = self.broadcast(filepath)
-        with host.together(self._comm):
-            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint on every rank, from rank 0's path. Collective; an error is raised on all ranks."""
-        checkpoint_path = self.broadcast(checkpoint_path)
-        with host.together(self._comm):
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        return checkpoint
-
-    # ------------------------------------------------------------------ the end
+    @property
+    def gradient_norm(self) -> GradientNorm | None:
+        """The norm before and after the last clipping by norm (0-dim fp32 tensors); None if there was none."""
+        return None if self._fit_engine is None else self._fit_engine.clipper.norm
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks; from here on this rank takes part in no collective."""
@@ -362,17 +314,11 @@ class ZeroMethods(_Base):
         whole = not self._failed and host.room_for_all(engine, self.num_processes)
         if not whole and not self._failed:
             return False  # stays sharded and in the engine's care, for the next run
-        plugin = self.precision_plugin
-        assert isinstance(plugin, ZeroPrecision)
+        plugin = self._zero_precision
         plugin.detach()
         engine.release(whole=whole)
         self._engine = self._sharded = None
         return whole or all(unit.state is ParamState.UNSHARDED for unit in engine.units)
-
-
-def _is_stand_in(optimizer: Optimizer) -> bool:
-    """Whether this is what Lightning puts where ``configure_optimizers`` returned None."""
-    return not optimizer.param_groups
 
 
 class ZeroStrategy(ZeroMethods, DDPStrategy):

@@ -152,7 +152,7 @@ def engine_step(
             (loss / accumulate).backward()
         losses.append(loss.item())
     if clip is not None:
-        norms.append(engine.clip_grad_norm_(optimizer, clip).item())
+        norms.append(engine.clipper.clip_norm_(optimizer, clip).item())
     engine.step(optimizer)
     optimizer.zero_grad()
     model.zero_grad()  # also parameters that are in no group

@@ -43,7 +43,7 @@ def train(rank: int, stage: int) -> dict[str, torch.Tensor]:
             loss = F.mse_loss(model(x), y)
         with engine.backward():
             loss.backward()
-        engine.clip_grad_norm_(optimizer, 1.0)
+        engine.clipper.clip_norm_(optimizer, 1.0)
         engine.step(optimizer)
         optimizer.zero_grad()
     engine.release(whole=True)

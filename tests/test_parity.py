@@ -161,7 +161,7 @@ def test_clipping_by_value(rank, world_size):
             with engine.backward():
                 loss.backward()
             before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-            engine.clip_grad_value_(optimizer, 0.01)
+            engine.clipper.clip_value_(optimizer, 0.01)
             for name, p in model.named_parameters():
                 if name in before:
                     assert before[name].abs().max() > 0.01

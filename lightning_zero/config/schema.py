@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 MIB = 2**20
+DTYPES = ("fp32", "bf16", "fp16", "fp64")
 
 
 @dataclass(kw_only=True)
@@ -24,11 +25,28 @@ class ZeroConfig:
     (reduced into the shard in every backward). None: the stage's own way (0 and 1 ``window``, 2 and 3 ``micro_batch``).
     """
 
+    master_dtype: str | None = None
+    """What master weights and optimizer states are kept in: ``fp32``, ``bf16``, ``fp16`` or ``fp64``. None: the
+    parameter's own dtype, and fp32 where that is a 16-bit one.
+    """
+
+    gradient_dtype: str | None = None
+    """What gradients are sent, summed and kept in. None: sent in the dtype of the forward, summed and kept in fp32
+    where that is a 16-bit one. ``bf16`` gives the memory of the ZeRO paper (section 3.1), with its rounding.
+    """
+
+    nonfinite_gradients: str = "warn"
+    """What to do with the first gradient that is infinite or NaN, before it changes a weight: ``warn`` or ``raise``;
+    the message names parameter, rank and step. Under loss scaling (fp16) the step is skipped, as always.
+    """
+
     unit_classes: tuple[str, ...] = ()
-    """Names of module classes that become units. Empty: the elements of ``nn.ModuleList`` and ``nn.Sequential``."""
+    """Module classes, or their names, that become units. Empty: the elements of ``nn.ModuleList`` and
+    ``nn.Sequential``.
+    """
 
     leaf_classes: tuple[str, ...] = ()
-    """Names of module classes that are one unit with all that is below them (a mixture of experts, say)."""
+    """Module classes, or their names, that are one unit with all that is below them (a mixture of experts, say)."""
 
     min_unit_bytes: int = 16 * MIB
     """Neighbouring units smaller than this (and than 1/16 of the model) are merged."""
@@ -57,12 +75,19 @@ class ZeroConfig:
     """
 
     def __post_init__(self) -> None:
-        self.unit_classes = tuple(self.unit_classes)
-        self.leaf_classes = tuple(self.leaf_classes)
+        for name in ("unit_classes", "leaf_classes"):
+            value = getattr(self, name)
+            given = (value,) if isinstance(value, str | type) else value
+            setattr(self, name, tuple(kind.__name__ if isinstance(kind, type) else kind for kind in given))
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage={self.stage!r} is none of 0, 1, 2, 3.")
         if self.reduce_at not in (None, "window", "micro_batch"):
             raise ValueError(f"reduce_at={self.reduce_at!r} is none of None, 'window', 'micro_batch'.")
+        for name in ("master_dtype", "gradient_dtype"):
+            if getattr(self, name) not in (None, *DTYPES):
+                raise ValueError(f"{name}={getattr(self, name)!r} is none of None, {', '.join(map(repr, DTYPES))}.")
+        if self.nonfinite_gradients not in ("warn", "raise"):
+            raise ValueError(f"nonfinite_gradients={self.nonfinite_gradients!r} is neither 'warn' nor 'raise'.")
         for name in ("min_unit_bytes", "max_unit_bytes", "persistence_threshold", "prefetch", "tile_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:

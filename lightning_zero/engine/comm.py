@@ -10,6 +10,7 @@ and gives the same bits for every way of sharding.
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,10 @@ from lightning_zero.engine.peers import Peers
 
 Bounds = Sequence[tuple[int, int]]
 """Start and stop of each rank's part of a flat tensor, in rank order."""
+
+
+PIECE = 64 * 1024
+"""Elements of a sum that are worked on at a time on CPU."""
 
 
 class Communicator:
@@ -39,8 +44,6 @@ class Communicator:
         }
         self._closed = False
 
-    # ------------------------------------------------------------------ gather and reduce
-
     def all_gather(self, full: Tensor, bounds: Bounds, what: str, kind: str = "gather") -> Handle:
         """Fill ``full`` (1-D): each rank has written its own part, the others' arrive. Asynchronous.
 
@@ -51,7 +54,7 @@ class Communicator:
         lane = self._lanes["reduce" if kind == "reduce" else "gather"]
         if self.nccl:
             if len({stop - start for start, stop in bounds}) == 1:
-                works = [dist.all_gather_into_tensor(full, full[low:high], group=lane.group, async_op=True)]
+                works = [dist.all_gather_single(full, full[low:high], group=lane.group, async_op=True)]
             else:
                 parts = enumerate(bounds)
                 works = [dist.broadcast(full[a:b], rank, group=lane.group, async_op=True) for rank, (a, b) in parts]
@@ -68,53 +71,51 @@ class Communicator:
                     works.append(dist.isend(host[low:high], peer, lane.group, tag))
         return lane.submit(works, what, None if host is full else lambda: full.copy_(host))
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, receive: Tensor, bounds: Bounds, what: str) -> Handle:
+    def reduce_scatter(
+        self, out: Tensor, full: Tensor, receive: Tensor, bounds: Bounds, what: str, total: Tensor
+    ) -> Handle:
         """Average this rank's part of ``full`` over the ranks. Asynchronous: ``out`` is written in ``wait``.
 
         Args:
             out: 1-D, the sum's dtype (fp32 for 16-bit gradients), as long as this rank's part.
             full: 1-D, the wire dtype.
             receive: 1-D, the wire dtype, ``world_size - 1`` parts long; in use until ``wait`` returns.
+            total: 0-dim, gets the sum of ``out``'s elements added: it is finite if they are (and small enough).
         """
         low, high = bounds[self.rank]
         size = high - low
         self._count("reduce", sum(b - a for a, b in bounds) - size)
         lane = self._lanes["reduce"]
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        parts = {rank: receive[i * size : (i + 1) * size] for i, rank in enumerate(others)}
-        parts[self.rank] = full[low:high]
+        parts = self.parts(full, receive, bounds)
         if self.nccl:
             sends = [full[start:stop] if rank != self.rank else full[:0] for rank, (start, stop) in enumerate(bounds)]
-            receives = [parts[rank] if rank != self.rank else receive[:0] for rank in range(self.world_size)]
+            receives = [part if rank != self.rank else receive[:0] for rank, part in enumerate(parts)]
             works = [dist.all_to_all(receives, sends, group=lane.group, async_op=True)]
         else:
             tag = lane.tag(what)
             host = full.cpu()
-            parts = {rank: part.cpu() for rank, part in parts.items()}
+            parts = [part.cpu() for part in parts]
             works = []
             with lane.starting(what):
                 for peer in self._peers_in_turn() if size else ():
                     start, stop = bounds[peer]
                     works.append(dist.irecv(parts[peer], peer, lane.group, tag))
                     works.append(dist.isend(host[start:stop], peer, lane.group, tag))
-        return lane.submit(works, what, lambda: self._sum(out, parts))
+        return lane.submit(works, what, lambda: mean_(out, parts, total))
+
+    def parts(self, full: Tensor, receive: Tensor, bounds: Bounds) -> list[Tensor]:
+        """Where the contributions of all ranks to this rank's part of a reduction lie, in rank order."""
+        low, high = bounds[self.rank]
+        others = receive.view(self.world_size - 1, high - low).unbind()
+        return [*others[: self.rank], full[low:high], *others[self.rank :]]
 
     def nothing(self) -> Handle:
         """An operation that is complete."""
         return self._lanes["gather"].submit([], "nothing")
 
-    def _sum(self, out: Tensor, parts: dict[int, Tensor]) -> None:
-        out.copy_(parts[0])
-        for rank in range(1, self.world_size):
-            out.add_(parts[rank].to(out.device))
-        if self.world_size > 1:
-            out.mul_(1.0 / self.world_size)
-
     def _peers_in_turn(self) -> list[int]:
         """The other ranks, each rank beginning with the next: no rank is everybody's first."""
         return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
-
-    # ------------------------------------------------------------------ control
 
     def broadcast_(self, tensor: Tensor, src: int = 0) -> None:
         """Overwrite ``tensor`` with rank ``src``'s, in place."""
@@ -160,7 +161,8 @@ class Communicator:
                     works.append(dist.isend(own, dst, lane.group, tag))
                     self._count("other", own.numel())
             else:
-                assert out is not None
+                if out is None:
+                    raise AssertionError(f"Rank {dst} collects {what}, but gave no tensor for it.")
                 for rank, (start, stop) in enumerate(bounds):
                     if rank == dst:
                         out[start:stop].copy_(own)
@@ -180,14 +182,23 @@ class Communicator:
             self.all_reduce(anything, "max", "agreement").wait()
             if not anything.item():
                 return
-            # all ranks are here now, so that an unwatched collective cannot hang
-            found = [None] * self.world_size
-            dist.all_gather_object(found, message, group=self._lanes["control"].group)
+            found = self._all_objects(message)
         texts = {f"rank {rank}: {text}" for rank, text in enumerate(found) if text is not None}
         if texts:
             raise RuntimeError("\n".join(sorted(texts)))
 
-    # ------------------------------------------------------------------ life
+    def collect(self, value: Any) -> list[Any]:
+        """Every rank's value (small, anything that pickles), in rank order. Collective."""
+        if self.world_size == 1:
+            return [value]
+        self.all_reduce(torch.zeros(1, dtype=torch.uint8, device="cpu"), "max", "meeting").wait()
+        return self._all_objects(value)
+
+    def _all_objects(self, value: Any) -> list[Any]:
+        # all ranks are here, so that an unwatched collective cannot hang
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value, group=self._lanes["control"].group)
+        return found
 
     def at(self, step: int) -> None:
         """Say which step this rank is in, for errors."""
@@ -208,3 +219,24 @@ class Communicator:
     def _count(self, kind: str, elements: int) -> None:
         if self.world_size > 1:
             self.traffic[kind] += elements
+
+
+def mean_(out: Tensor, parts: Sequence[Tensor], total: Tensor) -> None:
+    """Write the mean of ``parts`` to ``out`` and add its sum to ``total``: in fp32 at least, in the order of ``parts``.
+
+    On CPU a piece that stays in the cache at a time.
+    """
+    wide = torch.promote_types(out.dtype, torch.float32)
+    size = PIECE if out.device.type == "cpu" else max(out.numel(), 1)
+    scratch = None if wide == out.dtype else out.new_empty(min(size, out.numel()), dtype=wide)
+    for start in range(0, out.numel(), size):
+        mean = out[start : start + size]
+        piece = mean if scratch is None else scratch[: mean.numel()]
+        piece.copy_(parts[0][start : start + size])
+        for part in parts[1:]:
+            piece.add_(part[start : start + size].to(out.device))
+        if len(parts) > 1:
+            piece.mul_(1.0 / len(parts))
+        total.add_(piece.sum())
+        if piece is not mean:
+            mean.copy_(piece)

@@ -45,8 +45,11 @@ def check_elementwise(optimizer: Optimizer) -> None:
     kind = type(optimizer)
     if is_stock(optimizer):
         return
+    inner = next((value for value in vars(optimizer).values() if isinstance(value, Optimizer)), None)
     known = (base.__name__ for base in kind.__mro__ if base.__module__.startswith("torch.optim"))
     reason = next((REASONS[name] for name in known if name in REASONS), None)
+    if inner is not None:
+        reason = f"it wraps another optimizer ({type(inner).__name__}), which would step on whole parameters"
     for group in optimizer.param_groups:
         if reason is None and group["params"]:
             reason = _try(optimizer, group)
@@ -63,13 +66,15 @@ def _try(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
     whole, *grads = (torch.randn(16, 64, generator=generator, device="cpu").to(device) for _ in range(4))
     # half of the rows, so that a norm or a mean over the tensor shows
     cut = 8 * 64
-    flat = whole.clone().reshape(-1)
+    before, flat = whole.clone(), whole.clone().reshape(-1)
     tiles = [flat[:cut], flat[cut:]]
     try:
         _run(optimizer, group, [whole], [[grad] for grad in grads])
         _run(optimizer, group, tiles, [[grad.reshape(-1)[:cut], grad.reshape(-1)[cut:]] for grad in grads])
     except Exception as error:  # whatever a foreign optimizer raises is the reason
         return f"a trial step on slices of a tensor failed with {type(error).__name__}: {error}"
+    if torch.equal(whole, before):
+        return "a trial step changes nothing, so nothing is known of what it does on slices"
     if not torch.equal(whole.reshape(-1), flat):
         return "a trial step gives other numbers on slices of a tensor than on the whole: it is not element-wise"
     return None

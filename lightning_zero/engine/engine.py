@@ -1,8 +1,7 @@
 """The engine: one module, sharded over the ranks of a communicator."""
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,20 +12,19 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import state
 from lightning_zero.engine.buffer import Pool
 from lightning_zero.engine.buffers import Buffers
+from lightning_zero.engine.build import build_units
+from lightning_zero.engine.clipping import Clipper
 from lightning_zero.engine.comm import Communicator
 from lightning_zero.engine.elementwise import check_elementwise
-from lightning_zero.engine.grouping import make_units
-from lightning_zero.engine.guard import Place
 from lightning_zero.engine.hooks import Hooks
 from lightning_zero.engine.modes import unseen
 from lightning_zero.engine.net import Net
-from lightning_zero.engine.norm import scale_, total_norm
 from lightning_zero.engine.optim import ShardedOptimizer
 from lightning_zero.engine.reducer import Reducer
 from lightning_zero.engine.residency import Residency, in_backward
 from lightning_zero.engine.stages import stage_row
 from lightning_zero.engine.uneven import Uneven
-from lightning_zero.engine.unit import Flat, ParamState, Unit, make_flats
+from lightning_zero.engine.unit import Flat, ParamState, Unit
 
 
 class Engine:
@@ -40,6 +38,8 @@ class Engine:
         comm: the ranks.
         compute_dtype: dtype of a parameter in the forward; None: its own. Masters keep the user's dtype (fp32 for
             16-bit parameters).
+        stray_forward_context: entered around a forward of the module, or of a child of it, that somebody calls outside
+            a step (autocast, where ``compute_dtype`` counts on it).
 
     Raises:
         ValueError: a parameter has no values or no storage yet (lazy, meta), or the configuration does not fit the
@@ -52,8 +52,10 @@ class Engine:
         config: ZeroConfig,
         comm: Communicator,
         compute_dtype: Callable[[nn.Parameter], torch.dtype] | None = None,
+        stray_forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.module, self.config, self.comm = module, config, comm
+        self._stray_forward_context = stray_forward_context
         self.events: list[tuple[Any, ...]] | None = None
         self.steps = 0
         self.released = False
@@ -61,13 +63,15 @@ class Engine:
         self._optimizers: dict[int, ShardedOptimizer] = {}
         row = stage_row(config.stage, config.reduce_at)  # type: ignore[arg-type]
         self.pool = Pool(comm.device)
-        self.units = self._make_units(row.shard_parameters, not row.shard_optimizer, compute_dtype)
+        self.units = build_units(module, config, comm, self.pool, compute_dtype, owner=self)
         # outlives the release: the optimizer state is still asked for then
         self._homes = {
             id(p): (flat, i) for unit in self.units for flat in unit.flats for i, p in enumerate(flat.params)
         }
         self.residency = Residency(self.units, config.prefetch, self.record)
         self.reducer = Reducer(self.units, comm, self.pool, row.reduce_at == "window", self.record)
+        raises = config.nonfinite_gradients == "raise"
+        self.clipper = Clipper(self.sharded, self._close_window, self.reducer.watch, comm, raises)
         self.uneven = Uneven(self.units, self.residency, comm)
         self.buffers = Buffers(module, comm, config.broadcast_buffers)
         uses_net = config.saved_tensors_hooks and any(unit.sharded for unit in self.units)
@@ -78,38 +82,23 @@ class Engine:
         self.pool.trim()
         comm.at(0)
 
-    def _make_units(
-        self, shard: bool, owns_all: bool, compute_dtype: Callable[[nn.Parameter], torch.dtype] | None
-    ) -> list[Unit]:
-        for name, param in self.module.named_parameters():
-            if isinstance(param, nn.parameter.UninitializedParameter) or param.is_meta:
-                raise ValueError(f"Parameter {name!r} has no values yet: initialise lazy and meta modules first.")
-        dtypes = {id(p): compute_dtype(p) if compute_dtype else p.dtype for p in self.module.parameters()}
-        units = []
-        for index, spec in enumerate(make_units(self.module, self.config)):
-            sharded = shard and not spec.persistent
-            flats = make_flats(spec, dtypes, self.comm, self.pool, not sharded, owns_all)
-            units.append(Unit(index, spec, flats, sharded))
-            for flat in flats:
-                for number, param in enumerate(flat.params):
-                    param._zero_place = Place(self, units[-1], flat, number, type(param))  # type: ignore[attr-defined]
-        return units
-
     def record(self, *event: Any) -> None:
         """Note an event if anybody listens (set :attr:`events` to a list)."""
         if self.events is not None:
             self.events.append(event)
 
-    # ------------------------------------------------------------------ forward
-
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around a forward: parameters can be read, and what autograd saves does not keep them whole. Re-entrant."""
+    def forward(self, on_all_ranks: bool = True) -> Iterator[None]:
+        """Around a forward: parameters can be read, and what autograd saves does not keep them whole. Re-entrant.
+
+        Args:
+            on_all_ranks: whether every rank is known to run it; then it begins with rank 0's buffers.
+        """
         outermost = self._depth == 0
         self._depth += 1
         try:
             if outermost:
-                self._enter_step()
+                self._enter_step(on_all_ranks)
             with self._net if outermost else nullcontext():
                 yield
         finally:
@@ -118,10 +107,18 @@ class Engine:
         if outermost and not torch.is_grad_enabled() and not in_backward():
             self.residency.reshard_all()
 
-    def _enter_step(self) -> None:
+    @contextmanager
+    def called_forward(self) -> Iterator[None]:
+        """Around a forward that somebody calls: in a step a part of that, elsewhere a step of its own."""
+        stray = self._depth == 0 and not in_backward()
+        with self.forward(on_all_ranks=False), self._stray_forward_context() if stray else nullcontext():
+            yield
+
+    def _enter_step(self, on_all_ranks: bool) -> None:
         self._abort_broken_backward()
         if torch.is_grad_enabled():
             self._hooks.watch_gradients()
+        if on_all_ranks:
             self.buffers.share()
         if not in_backward():
             # both: a training step may hold forwards without gradients (a teacher)
@@ -162,6 +159,11 @@ class Engine:
         Raises:
             RuntimeError: outside a step a read is not known to happen on all ranks.
         """
+        if self.released:
+            raise RuntimeError(
+                f"The values of parameter {name!r} were lost with the run that ended with an exception: build the "
+                "module again and load a checkpoint."
+            )
         if unit.state is ParamState.GATHERING:
             self.residency.arrive(unit)
         elif self._depth or in_backward():
@@ -171,8 +173,6 @@ class Engine:
                 f"Parameter {name!r} is sharded: its values are not on this rank outside a training, validation, test "
                 "or predict step. Read or change it on all ranks inside `with lightning_zero.gathered(module):`."
             )
-
-    # ------------------------------------------------------------------ backward
 
     @contextmanager
     def backward(self, last: bool = True) -> Iterator[None]:
@@ -228,8 +228,6 @@ class Engine:
             self.record("backward_done", unit.name)
             self.reducer.ready(unit)
 
-    # ------------------------------------------------------------------ step
-
     def sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
         """The sharded side of a user's optimizer.
 
@@ -241,11 +239,23 @@ class Engine:
             self._optimizers[id(optimizer)] = ShardedOptimizer(optimizer, self.locate, self.config.tile_size)
         return self._optimizers[id(optimizer)]
 
-    def step(self, optimizer: Optimizer) -> None:
-        """Step the optimizer once on the shards and bring whole parameters up to date."""
+    def forget_optimizers(self) -> None:
+        """Let go of the state of all optimizers: others will be used."""
+        self._optimizers.clear()
+
+    def step(self, optimizer: Optimizer, **options: Any) -> None:
+        """Step the optimizer once on the shards and bring whole parameters up to date.
+
+        Args:
+            options: further arguments of the user's ``optimizer.step``.
+
+        Raises:
+            RuntimeError: a gradient is not finite, and the configuration wants that to be an error.
+        """
         self._close_window()
         self._settle()
-        changed = self.sharded(optimizer).step()
+        self.clipper.check_finite(optimizer)
+        changed = self.sharded(optimizer).step(**options)
         self.steps += 1
         self.comm.at(self.steps)
         for unit in self.units:
@@ -257,12 +267,15 @@ class Engine:
                 self.residency.reshard(unit, stale=True)
                 if unit.state is not ParamState.SHARDED:
                     self.residency.publish(unit, flats)
+        self._stay_readable()
+        self.pool.trim()
+
+    def _stay_readable(self) -> None:
+        """Manual optimization: the forward goes on, and may read the root's parameters."""
         if self._depth:
-            # manual optimization: the forward goes on
             for unit in self.units:
                 if unit.is_root:
                     self.residency.unshard(unit)
-        self.pool.trim()
 
     def _close_window(self) -> None:
         """Reduce what has been summed, if the window's last micro-batch ran no backward."""
@@ -276,27 +289,6 @@ class Engine:
             self.residency.arrive(unit)
             if unit.state is ParamState.UNSHARDED:
                 unit.keep_writes()
-
-    def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
-        """Scale the optimizer's gradients to a global 2-norm of at most ``max_norm``. Collective.
-
-        Returns:
-            The norm before, 0-dim fp32.
-        """
-        self._close_window()
-        shared, private = self.sharded(optimizer).gradients()
-        norm = total_norm(shared, private, self.comm)
-        scale_([*shared, *private], norm, max_norm)
-        return norm
-
-    def clip_grad_value_(self, optimizer: Optimizer, clip_value: float) -> None:
-        """Clamp the optimizer's gradients to [-clip_value, clip_value]."""
-        with torch.no_grad():
-            self._close_window()
-            for tensor in itertools.chain(*self.sharded(optimizer).gradients()):
-                tensor.clamp_(-clip_value, clip_value)
-
-    # ------------------------------------------------------------------ whole parameters
 
     def locate(self, param: nn.Parameter) -> tuple[Flat, int] | None:
         """The flat buffer and index of a parameter; None if it is not the engine's."""
@@ -313,18 +305,26 @@ class Engine:
             place.unit.index for p in module.parameters() if (place := getattr(p, "_zero_place", None)) is not None
         }
         units = [self.units[index] for index in sorted(chosen)]
-        try:
+        with ExitStack() as stack:
             for unit in units:
-                self.residency.unshard(unit)
-                unit.active += 1
+                stack.enter_context(self._held(unit))
             yield
             if modifier_rank is not None:
                 for flat in (flat for unit in units for flat in unit.flats):
                     state.take_over(flat, modifier_rank)
+
+    @contextmanager
+    def _held(self, unit: Unit) -> Iterator[None]:
+        """A unit is whole inside; after an exception what was written to a sharded one is not kept."""
+        self.residency.unshard(unit)
+        unit.active += 1
+        complete = False
+        try:
+            yield
+            complete = True
         finally:
-            for unit in units:
-                unit.active -= 1
-                self.residency.reshard(unit)
+            unit.active -= 1
+            self.residency.reshard(unit, stale=not complete)
 
     def named_full_parameters(self, dst: int = 0) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         """Every parameter and its whole master value, on the CPU in the user's dtype; None on ranks other than ``dst``.
@@ -377,9 +377,11 @@ class Engine:
             optimizer.forget_masters()
 
     def missing_bytes(self) -> int:
-        """Bytes that this rank needs in addition for plain, whole parameters."""
+        """Bytes of host memory that this rank needs in addition for plain, whole parameters."""
         flats = [flat for unit in self.units for flat in unit.flats]
-        return sum(p.numel() * flat.user_dtype.itemsize for flat in flats if not flat.aliased for p in flat.params)
+        on_host = self.comm.device.type == "cpu"
+        extra = [flat for flat in flats if not (on_host and flat.aliased)]
+        return sum(p.numel() * flat.dtypes.user.itemsize for flat in extra for p in flat.params)
 
     def memory(self) -> dict[str, int]:
         """Live bytes on this rank by kind; ``buffers`` are free ones that the pool keeps for reuse."""

@@ -45,11 +45,16 @@ class ShardedGrad(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def take_pending(self) -> Tensor:
-        """What autograd has just added; the caller takes it over."""
+    def take_pending(self) -> Tensor | None:
+        """What autograd, or a user's hook, has just added; the caller takes it over."""
         pending, self._pending = self._pending, None
-        assert pending is not None
         return pending
+
+    def _add(self, value: Any, alpha: float = 1) -> None:
+        if not isinstance(value, Tensor) or value.shape != self.shape:
+            value = torch.as_tensor(value, dtype=self.dtype, device=self.device).expand(self.shape)
+        value = value if alpha == 1 else alpha * value
+        self._pending = value if self._pending is None else self._pending + value
 
     def whole(self) -> Tensor:
         """The whole gradient; the same tensor as before while somebody may hold a view of that."""
@@ -77,7 +82,7 @@ class ShardedGrad(Tensor):
     ) -> Any:
         """Keep autograd's contribution aside, zero in place, or gather and compute on the whole."""
         if func in _ACCUMULATE and isinstance(args[0], cls) and torch._C._current_graph_task_id() != -1:
-            args[0]._pending = args[1] if args[0]._pending is None else args[0]._pending + args[1]
+            args[0]._add(args[1], **(kwargs or {}))
             return args[0]
         if func is aten.detach.default:
             return args[0]

@@ -73,7 +73,7 @@ class _EnterScope(_Hook):
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if self.engine is not None:
-            scope = self.engine.forward()
+            scope = self.engine.called_forward()
             scope.__enter__()
             self.scopes.append(scope)
 
@@ -127,6 +127,7 @@ class Hooks:
             for flat in unit.flats:
                 for index, param in enumerate(flat.params):
                     if param.requires_grad and id(param) not in self._hooked:
+                        flat.unfreeze()
                         hook = _GradHook(self.engine, unit, flat, index)
                         self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
                         self._hooked.add(id(param))

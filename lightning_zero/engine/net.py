@@ -22,7 +22,7 @@ class _Kept(NamedTuple):
     version: int
 
 
-class _Place(NamedTuple):
+class _Where(NamedTuple):
     """A view of a unit's flat buffer."""
 
     unit: Unit
@@ -42,15 +42,15 @@ class Net(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self._pack, self._unpack)
 
     @unseen
-    def _pack(self, tensor: Tensor) -> _Kept | _Place:
+    def _pack(self, tensor: Tensor) -> _Kept | _Where:
         home = self._home.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
-        if home is None or tensor.dtype != home[1].dtype or tensor.is_conj() or tensor.is_neg():
+        if home is None or tensor.dtype != home[1].dtypes.compute or tensor.is_conj() or tensor.is_neg():
             return _Kept(tensor.detach(), tensor._version)
         unit, flat = home
-        return _Place(unit, flat, tensor.size(), tensor.stride(), int(tensor.storage_offset()), _versions(flat, tensor))
+        return _Where(unit, flat, tensor.size(), tensor.stride(), int(tensor.storage_offset()), _versions(flat, tensor))
 
     @unseen
-    def _unpack(self, saved: _Kept | _Place) -> Tensor:
+    def _unpack(self, saved: _Kept | _Where) -> Tensor:
         if isinstance(saved, _Kept):
             if saved.tensor._version != saved.version:
                 raise RuntimeError(

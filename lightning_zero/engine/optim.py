@@ -4,6 +4,7 @@ The optimizer object, its groups and the parameters in them stay the user's. Onl
 is replaced by this rank's part of the master weights, cut into tiles, and ``optimizer.state`` by the sharded state.
 """
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_zero.engine.elementwise import SCALARS, is_stock
 from lightning_zero.engine.gradient import ShardedGrad
@@ -20,6 +22,10 @@ from lightning_zero.engine.unit import Flat
 
 Locate = Callable[[nn.Parameter], "tuple[Flat, int] | None"]
 State = dict[str, Any]
+
+
+Grads = dict[int, Tensor | None]
+"""By the id of a parameter, this rank's part of its gradient."""
 
 
 class ShardedOptimizer:
@@ -34,9 +40,9 @@ class ShardedOptimizer:
         self.locate = locate
         self.tile_size = tile_size
         self.state: defaultdict[Tensor, State] = defaultdict(dict)
-        self._tiles: dict[int, list[Tensor]] = {}
-        self._alive: list[nn.Parameter] = []
+        self._tiles: dict[int, tuple[nn.Parameter, Tensor, list[Tensor]]] = {}  # with what they are cut from
         self.adopt_state()
+        self._warning = optimizer.register_state_dict_pre_hook(_warn_of_empty_state)
 
     def adopt_state(self) -> None:
         """Take over whole state that the optimizer made in its constructor (Adagrad) or that the user has loaded."""
@@ -45,17 +51,15 @@ class ShardedOptimizer:
                 self.set_state(param, entries)
         self.optimizer.state.clear()
 
-    # ------------------------------------------------------------------ tiles
-
     def tiles(self, param: nn.Parameter) -> list[Tensor]:
         """This rank's part of a parameter's master weights, cut at multiples of the tile size; one empty tile if there
         is none.
         """
-        if id(param) not in self._tiles:
-            home = self.locate(param)
-            self._tiles[id(param)] = [param] if home is None else self._cut(*home)
-            self._alive.append(param)
-        return self._tiles[id(param)]
+        home = self.locate(param)
+        shard = param if home is None else home[0].shard
+        if id(param) not in self._tiles or self._tiles[id(param)][1] is not shard:
+            self._tiles[id(param)] = param, shard, [param] if home is None else self._cut(*home)
+        return self._tiles[id(param)][2]
 
     def _cut(self, flat: Flat, index: int) -> list[Tensor]:
         return [flat.shard[a - flat.low : b - flat.low] for a, b in self._bounds(flat, index)]
@@ -68,19 +72,6 @@ class ShardedOptimizer:
             return [(start, stop)]
         cuts = [start, *range(start - start % size + size, stop, size), stop]
         return list(zip(cuts, cuts[1:], strict=False))
-
-    def _set_grads(self, param: nn.Parameter) -> None:
-        """Give the tiles their part of the parameter's gradient, None where it has none."""
-        home = self.locate(param)
-        if home is None:
-            return
-        flat, index = home
-        tiles = self.tiles(param)
-        own = own_gradient(flat, index, param)
-        offset = 0
-        for tile in tiles:
-            tile.grad = None if own is None else own[offset : offset + tile.numel()]
-            offset += tile.numel()
 
     def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
         """This rank's parts of the gradients: of sharded ones, and of those that every rank has whole."""
@@ -96,45 +87,47 @@ class ShardedOptimizer:
                 private.append(param.grad.detach())
         return shared, private
 
-    # ------------------------------------------------------------------ step
-
     @torch.no_grad()
-    def step(self) -> dict[int, list[int]]:
+    def step(self, **options: Any) -> dict[int, list[int]]:
         """One step; the closure has run before.
+
+        Args:
+            options: further arguments of the user's ``optimizer.step``.
 
         Returns:
             By the id of a flat, the indices of the parameters that may have changed.
         """
         self.adopt_state()
         changed: defaultdict[int, list[int]] = defaultdict(list)
+        grads: Grads = {}
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 home = self.locate(param)
-                self._set_grads(param)
-                if home is not None and param.grad is not None:
-                    changed[id(home[0])].append(home[1])
-        with self._swapped():
-            self.optimizer.step()
-        for tiles in self._tiles.values():
-            for tile in tiles:
-                if not isinstance(tile, nn.Parameter):
-                    tile.grad = None
+                if home is not None:
+                    own = grads[id(param)] = own_gradient(*home, param)
+                    if own is not None:
+                        changed[id(home[0])].append(home[1])
+        with self._swapped(grads):
+            self.optimizer.step(**options)
         return changed
 
     @contextmanager
-    def _swapped(self) -> Iterator[None]:
+    def _swapped(self, grads: "Grads") -> Iterator[None]:
         """Masters in the place of parameters, the sharded state in the place of the user's."""
         optimizer = self.optimizer
         groups, own = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
         state, optimizer.state = optimizer.state, self.state
+        tiles: list[Tensor] = []
         try:
             if self._may_tile():
-                optimizer.param_groups = list(self._tile_groups())
+                optimizer.param_groups = _TileGroups(self, groups, grads)  # type: ignore[assignment]
             else:
                 for group in groups:
-                    group["params"] = [tile for param in group["params"] for tile in self.tiles(param)]
+                    group["params"] = [tile for param in group["params"] for tile in self._with_grads(param, grads)]
+                    tiles += group["params"]
             yield
         finally:
+            _drop_grads(tiles)
             optimizer.param_groups, optimizer.state = groups, state
             for group, params in zip(groups, own, strict=True):
                 group["params"] = params
@@ -144,24 +137,14 @@ class ShardedOptimizer:
         hooks = self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks
         return bool(self.tile_size) and is_stock(self.optimizer) and not hooks
 
-    def _tile_groups(self) -> Iterator[dict[str, Any]]:
-        """The groups, cut into groups of about one tile: what an optimizer allocates for one group stays one tile
-        large.
-        """
-        for group in self.optimizer.param_groups:
-            batch: list[Tensor] = []
-            size = 0
-            for param in group["params"]:
-                for tile in self.tiles(param):
-                    if batch and size + tile.numel() > self.tile_size:
-                        yield {**group, "params": batch}
-                        batch, size = [], 0
-                    batch.append(tile)
-                    size += tile.numel()
-            if batch:
-                yield {**group, "params": batch}
-
-    # ------------------------------------------------------------------ state of a parameter
+    def _with_grads(self, param: nn.Parameter, grads: "Grads") -> Iterator[Tensor]:
+        """A parameter's tiles, each with its part of the gradient in the masters' dtype."""
+        own, offset = grads.get(id(param)), 0
+        for tile in self.tiles(param):
+            if tile is not param:
+                tile.grad = None if own is None else own[offset : offset + tile.numel()].to(tile.dtype)
+                offset += tile.numel()
+            yield tile
 
     def own_state(self, param: nn.Parameter) -> State:
         """This rank's state of a parameter: 1-D, as long as its part of the masters; other entries as they are."""
@@ -171,6 +154,16 @@ class ShardedOptimizer:
         if not entries:
             return {}
         return {key: _join([entry[key] for entry in entries], tiles) for key in entries[0]}
+
+    def unsharded_keys(self, param: nn.Parameter) -> dict[str, bool]:
+        """For each entry of a parameter's state, whether it is something else than one element per element here."""
+        self.adopt_state()
+        found: dict[str, bool] = {}
+        for tile in self.tiles(param):
+            for key, value in self.state.get(tile, {}).items():
+                other = not isinstance(value, Tensor) or value.dim() != 1 or value.shape != tile.shape
+                found[key] = found.get(key, False) or other
+        return found
 
     def set_state(self, param: nn.Parameter, entries: State) -> None:
         """Overwrite a parameter's state from whole tensors of the parameter's shape (other entries are copied to all
@@ -191,15 +184,16 @@ class ShardedOptimizer:
             }
 
     def forget_masters(self) -> None:
-        """Keep the state, but not the memory of the masters that it belongs to: the engine has been released."""
-        for key, tiles in self._tiles.items():
-            ghosts = [
-                tile if isinstance(tile, nn.Parameter) else torch.empty_like(tile, device="meta") for tile in tiles
-            ]
-            for tile, ghost in zip(tiles, ghosts, strict=True):
-                if tile in self.state:
-                    self.state[ghost] = self.state.pop(tile)
-            self._tiles[key] = ghosts
+        """Keep the state, in host memory, but not the masters that it belongs to: the engine has been released."""
+        self._warning.remove()
+        for key, (param, _, tiles) in self._tiles.items():
+            home = self.locate(param)
+            if home is not None:
+                ghosts = [torch.empty_like(tile, device="meta") for tile in tiles]
+                for tile, ghost in zip(tiles, ghosts, strict=True):
+                    if tile in self.state:
+                        self.state[ghost] = tree_map_only(Tensor, Tensor.cpu, self.state.pop(tile))
+                self._tiles[key] = param, home[0].shard, ghosts
 
     def nbytes(self) -> int:
         """Bytes of the state on this rank."""
@@ -207,8 +201,47 @@ class ShardedOptimizer:
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
+def _warn_of_empty_state(optimizer: Optimizer) -> None:
+    warnings.warn(
+        f"{type(optimizer).__name__}.state_dict() has the options only: the state is sharded. Save a checkpoint, or "
+        "call trainer.strategy.optimizer_state(optimizer) on all ranks.",
+        stacklevel=3,
+    )
+
+
+class _TileGroups:
+    """An optimizer's groups, cut into groups of about one tile, made one by one: what exists for a group (its
+    gradients in the masters' dtype, what the optimizer allocates) is one tile large.
+    """
+
+    def __init__(self, sharded: ShardedOptimizer, groups: list[dict[str, Any]], grads: Grads) -> None:
+        self.sharded, self.groups, self.grads = sharded, groups, grads
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for group in self.groups:
+            batch: list[Tensor] = []
+            size = 0
+            for param in group["params"]:
+                for tile in self.sharded._with_grads(param, self.grads):
+                    if batch and size + tile.numel() > self.sharded.tile_size:
+                        yield {**group, "params": batch}
+                        _drop_grads(batch)
+                        batch, size = [], 0
+                    batch.append(tile)
+                    size += tile.numel()
+            if batch:
+                yield {**group, "params": batch}
+                _drop_grads(batch)
+
+
+def _drop_grads(tiles: list[Tensor]) -> None:
+    for tile in tiles:
+        if not isinstance(tile, nn.Parameter):
+            tile.grad = None
+
+
 def own_gradient(flat: Flat, index: int, param: nn.Parameter) -> Tensor | None:
-    """This rank's part of a parameter's gradient, in the masters' dtype; None if there is no gradient."""
+    """This rank's part of a parameter's gradient, in the sum's dtype; None if there is no gradient."""
     if param.grad is None:
         return None
     if not isinstance(param.grad, ShardedGrad):
@@ -219,7 +252,7 @@ def own_gradient(flat: Flat, index: int, param: nn.Parameter) -> Tensor | None:
             f"The gradient of {flat.names[index]!r} is not reduced yet: the accumulation window has not ended. "
             "Step after a backward outside block_backward_sync (no_sync)."
         )
-    return flat.own(flat.reduced, index).to(flat.master_dtype)
+    return flat.own(flat.reduced, index)
 
 
 def _join(values: list[Any], tiles: list[Tensor]) -> Any:

@@ -48,7 +48,9 @@ class Peers:
             PeerError: the ranks cannot meet; the message says where each of them is.
         """
         before: list[Position | None] = []
-        while not arrived.wait(seconds):
+        pause = seconds
+        while not arrived.wait(pause):
+            pause = min(2 * pause, 8 * seconds)  # thousands of ranks may be waiting for one that saves
             self._publish(
                 {
                     "waits": what,
@@ -81,7 +83,7 @@ class Peers:
             now = self._positions()
         except RuntimeError:
             now = [None] * self.world_size
-        self.wait_for_word(now)
+        self._wait_for_word(now)
         try:
             self._raise_failed(what, self._positions())
         except PeerError as failed:
@@ -96,7 +98,7 @@ class Peers:
         found.__cause__ = error
         return found
 
-    def wait_for_word(self, now: list[Position | None]) -> None:
+    def _wait_for_word(self, now: list[Position | None]) -> None:
         """A rank that fails closes its connections and then says why: give it a moment."""
         if not any(position and "failed" in position for position in now):
             threading.Event().wait(0.5)

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_zero.engine.buffer import Pool
 from lightning_zero.engine.comm import Communicator
 from lightning_zero.engine.lanes import Handle
+from lightning_zero.engine.nonfinite import Watch
 from lightning_zero.engine.order import ReductionOrder
 from lightning_zero.engine.unit import Flat, GradState, Unit
 
@@ -29,6 +30,7 @@ class _InFlight:
     summing: bool
     receive: Tensor
     mean: Tensor
+    total: Tensor
 
 
 class Reducer:
@@ -48,13 +50,12 @@ class Reducer:
         self._turn: deque[Unit] = deque()
         self._patience = PATIENCE
         self.window_open = False
+        self.watch = Watch(comm)
         self._key = b""
         self._usual: dict[bytes, list[set[int]]] = {}
         self._in_flight: tuple[Unit, list[_InFlight]] | None = None
         self._launched: set[int] = set()
         self._opened: set[int] = set()
-
-    # ------------------------------------------------------------------ one backward
 
     def begin(self, last: bool) -> None:
         """Start a backward; ``last``: it ends the accumulation window."""
@@ -63,8 +64,9 @@ class Reducer:
         self.window_open |= not self.reduces
         self._launched, self._opened = set(), set()
         self._turn.clear()
-        members = [u.index for u in self.units if any(takes_part(flat) for flat in u.flats)]
-        self._key = bytes(unit.index in members for unit in self.units)
+        takes = [any(takes_part(flat) for flat in unit.flats) for unit in self.units]
+        members = [unit.index for unit, part in zip(self.units, takes, strict=True) if part]
+        self._key = bytes(takes)
         for unit, usual in zip(self.units, self._usual.get(self._key) or map(trainable, self.units), strict=True):
             unit.awaited = set(usual)
         self._order.begin(self._key, members)
@@ -83,13 +85,22 @@ class Reducer:
         """
         param, mark = flat.params[index], flat.marks[index]
         grad = param.grad
-        assert grad is not None
         self._open(flat)
         if grad is mark:
             grad = mark.take_pending()
         else:
             flat.drop(index)
+        if grad is not None:  # a user's hook may have dropped it at once
+            self._add(flat, index, grad)
             param.grad = mark
+            if unit.index not in self._launched:
+                unit.move_grad(GradState.PARTIAL)
+        was_awaited = bool(unit.awaited)
+        unit.awaited.discard(id(param))
+        return was_awaited and not unit.awaited
+
+    def _add(self, flat: Flat, index: int, grad: Tensor) -> None:
+        """Add to this rank's gradient of a parameter."""
         slot = flat.slot(self._local(flat), index)
         dense = grad.to_dense() if grad.layout is not torch.strided else grad.detach()
         values = flat.layout.slots[index].flatten(dense)
@@ -98,11 +109,13 @@ class Reducer:
         else:
             slot.copy_(values)
             flat.in_local[index] = True
-        if unit.index not in self._launched:
-            unit.move_grad(GradState.PARTIAL)
-        was_awaited = bool(unit.awaited)
-        unit.awaited.discard(id(param))
-        return was_awaited and not unit.awaited
+
+    def _take_pending(self, flat: Flat) -> None:
+        """What users' hooks have added to ``p.grad`` after the engine's own hook."""
+        for index, mark in enumerate(flat.marks):
+            pending = mark.take_pending()
+            if pending is not None:
+                self._add(flat, index, pending)
 
     def ready(self, unit: Unit) -> None:
         """A unit's gradients are in: start its reduction, and of those that waited for it, if it is their turn."""
@@ -132,8 +145,11 @@ class Reducer:
         for unit in [*self._turn, *(self.units[index] for index in self._order.rest())]:
             self._launch(unit)
         self._finish()
-        union = self._union(flag)
-        present, leftover = union[: -1 - len(self._flats)], union[-1 - len(self._flats) : -1]
+        for flat in self._flats:
+            self._take_pending(flat)
+        *bits, nonfinite, flag = self._union(flag)
+        present, leftover = bits[: -len(self._flats)], bits[-len(self._flats) :]
+        self.watch.everywhere |= nonfinite
         # gradients that came after their unit had gone (re-entrant checkpointing) go in a second round
         late = {id(flat) for flat, has in zip(self._flats, leftover, strict=True) if has}
         for unit in self.units:
@@ -144,7 +160,7 @@ class Reducer:
         self._order.freeze()
         self._hand_out(present)
         self.window_open = False
-        return bool(union[-1])
+        return flag
 
     def abort(self) -> None:
         """Forget a backward that an exception has ended, with what it had begun to reduce."""
@@ -156,8 +172,6 @@ class Reducer:
                 unit.move_grad(GradState.EMPTY)
             for flat in unit.flats:
                 flat.contributed = [False] * len(flat.params)
-
-    # ------------------------------------------------------------------ reduction
 
     def _open(self, flat: Flat) -> None:
         """At a flat's first use in a backward: forget the earlier gradients that the user has dropped meanwhile."""
@@ -172,7 +186,7 @@ class Reducer:
         if flat.local is None:
             # micro-batches are summed in the sum's dtype; a single one travels as it is
             flat.summing = self.window_open
-            flat.local = self.pool.empty(flat.layout.numel, flat.sum_dtype if flat.summing else flat.dtype)
+            flat.local = self.pool.empty(flat.layout.numel, flat.dtypes.sum if flat.summing else flat.dtypes.wire)
         return flat.local
 
     def _launch(self, unit: Unit, flats: Sequence[Flat] | None = None) -> None:
@@ -188,6 +202,7 @@ class Reducer:
     @torch.no_grad()
     def _reduce(self, flat: Flat) -> _InFlight:
         self._open(flat)
+        self._take_pending(flat)
         local = self._local(flat)
         for index, has in enumerate(flat.in_local):
             if not has:
@@ -198,9 +213,11 @@ class Reducer:
         flat.local, summing = None, flat.summing
         size = flat.layout.shard_numel
         receive = self.pool.empty((self.comm.world_size - 1) * size, local.dtype)
-        mean = self.pool.empty(size, flat.sum_dtype)
-        handle = self.comm.reduce_scatter(mean, local, receive, flat.layout.shards(), f"reduction of {flat.name}")
-        return _InFlight(flat, handle, local, summing, receive, mean)
+        mean = self.pool.empty(size, flat.dtypes.sum)
+        total = mean.new_zeros((), dtype=torch.promote_types(mean.dtype, torch.float32))
+        bounds = flat.layout.shards()
+        handle = self.comm.reduce_scatter(mean, local, receive, bounds, f"reduction of {flat.name}", total)
+        return _InFlight(flat, handle, local, summing, receive, mean, total)
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -211,6 +228,8 @@ class Reducer:
         self._in_flight = None
         for part in parts:
             part.handle.wait()
+            sources = self.comm.parts(part.local, part.receive, part.flat.layout.shards())
+            self.watch.look(part.flat, part.mean, part.total, sources)
             self.pool.free(part.receive)
             self._store(part, self._widen(part.flat, part.mean))
         unit.move_grad(GradState.READY)
@@ -219,7 +238,7 @@ class Reducer:
         """Stage 0: every rank needs the whole mean."""
         if flat.high - flat.low == mean.numel():
             return mean
-        whole = self.pool.empty(flat.layout.numel, flat.sum_dtype)
+        whole = self.pool.empty(flat.layout.numel, flat.dtypes.sum)
         low, high = flat.layout.shard(self.comm.rank)
         whole[low:high].copy_(mean)
         self.pool.free(mean)
@@ -241,20 +260,20 @@ class Reducer:
             flat.reduced = flat.backing = mean
             self.pool.free(part.local)
 
-    # ------------------------------------------------------------------ agreement
-
-    def _union(self, flag: bool) -> list[int]:
-        """What at least one rank has: a bit per parameter (a gradient), per flat (a late gradient), and the flag."""
+    def _union(self, flag: bool) -> list[bool]:
+        """What at least one rank has: a bit per parameter (a gradient), per flat (a late gradient), for gradients that
+        are not finite, and the flag.
+        """
         bits: list[bool] = []
         for flat in self._flats:
             bits += [a or b for a, b in zip(flat.contributed, flat.in_local, strict=True)]
         bits += [any(flat.in_local) for flat in self._flats]
-        bits.append(flag)
+        bits += [self.watch.noticed(), flag]
         vector = torch.tensor(bits, dtype=torch.uint8, device="cpu")
         self.comm.all_reduce(vector, "max", "end of backward").wait()
-        return [int(bit) for bit in vector.tolist()]
+        return [bool(bit) for bit in vector.tolist()]
 
-    def _hand_out(self, present: list[int]) -> None:
+    def _hand_out(self, present: list[bool]) -> None:
         """Set ``p.grad``: the stand-in where any rank has a gradient, None elsewhere; learn what is usual."""
         place = 0
         usual: list[set[int]] = []

@@ -28,8 +28,6 @@ class Residency:
         self._live: list[Unit] = []
         self._waiting_use: set[int] = set()
 
-    # ------------------------------------------------------------------ transitions
-
     def launch(self, unit: Unit) -> None:
         """Start to gather a sharded unit."""
         if unit.state is ParamState.SHARDED:
@@ -98,8 +96,6 @@ class Residency:
         guard(unit)
         self.record("gather", unit.name)
         unit.handles = [flat.gather() for flat in flats]
-
-    # ------------------------------------------------------------------ use
 
     def kind(self) -> Pass:
         """The pass that is running."""

@@ -19,7 +19,7 @@ def full_parameters(flat: Flat, dst: int) -> Iterator[tuple[nn.Parameter, Tensor
         slot = flat.layout.slots[index]
         what = f"parameter {flat.names[index]}"
         value = collect(flat, index, flat.own(flat.shard, index), flat.comm, dst, what)
-        yield param, None if value is None else slot.view(value).to(flat.user_dtype)
+        yield param, None if value is None else slot.view(value).to(flat.dtypes.user)
 
 
 def collect(flat: Flat, index: int, own: Tensor, comm: Communicator, dst: int, what: str) -> Tensor | None:
@@ -56,17 +56,19 @@ def take_over(flat: Flat, src: int) -> None:
 
 @torch.no_grad()
 def restore(unit: Unit) -> None:
-    """Give a unit's parameters storages of their own, with the masters in the user's dtype, and forget the unit."""
+    """Give a unit's parameters storages of their own, in host memory, with the masters in the user's dtype, and forget
+    the unit.
+    """
     unguard(unit)
     for flat in unit.flats:
         whole = flat.full
         if not flat.aliased:
-            whole = torch.empty(flat.layout.numel, dtype=flat.master_dtype, device=flat.full.device)
+            whole = torch.empty(flat.layout.numel, dtype=flat.dtypes.master, device=flat.full.device)
             whole[flat.low : flat.high].copy_(flat.shard)
             if not flat.owns_all:
                 flat.comm.all_gather(whole, flat.layout.shards(), f"restoring {flat.name}").wait()
         for slot, param in zip(flat.layout.slots, flat.params, strict=True):
-            param.data = slot.view(whole[slot.start : slot.stop]).to(flat.user_dtype, copy=True)
+            param.data = slot.view(whole[slot.start : slot.stop]).to("cpu", flat.dtypes.user, copy=True)
             del param._zero_place  # type: ignore[attr-defined]
         flat.forget()
 
@@ -76,11 +78,13 @@ def optimizer_state(sharded: ShardedOptimizer, comm: Communicator, dst: int) -> 
     whole: dict[int, State] = {}
     groups: list[dict[str, Any]] = []
     numbers: dict[int, int] = {}
+    unsharded = _agree_on_keys(sharded, comm)
     for group in sharded.optimizer.param_groups:
         for param in group["params"]:
             if id(param) not in numbers:
                 numbers[id(param)] = len(numbers)
-                entry = _whole_state(sharded, param, comm, dst, f"optimizer state {numbers[id(param)]}")
+                what = f"optimizer state {numbers[id(param)]}"
+                entry = _whole_state(sharded, param, comm, dst, what, unsharded[id(param)])
                 if entry:
                     whole[numbers[id(param)]] = entry
         options = {key: value for key, value in group.items() if key != "params"}
@@ -88,17 +92,33 @@ def optimizer_state(sharded: ShardedOptimizer, comm: Communicator, dst: int) -> 
     return {"state": whole, "param_groups": groups} if comm.rank == dst else None
 
 
-def _whole_state(sharded: ShardedOptimizer, param: nn.Parameter, comm: Communicator, dst: int, what: str) -> State:
+def _agree_on_keys(sharded: ShardedOptimizer, comm: Communicator) -> dict[int, dict[str, bool]]:
+    """By parameter, which entries of its state are whole on every rank: one number can look like a shard of one."""
+    params = {id(p): p for group in sharded.optimizer.param_groups for p in group["params"]}
+    found = {key: sharded.unsharded_keys(param) for key, param in params.items()}
+    bits = torch.tensor([bit for keys in found.values() for bit in keys.values()], dtype=torch.uint8, device="cpu")
+    comm.all_reduce(bits, "max", "kinds of optimizer state").wait()
+    agreed = iter(bits.tolist())
+    return {key: {name: bool(next(agreed)) for name in keys} for key, keys in found.items()}
+
+
+def _whole_state(
+    sharded: ShardedOptimizer,
+    param: nn.Parameter,
+    comm: Communicator,
+    dst: int,
+    what: str,
+    unsharded: Mapping[str, bool],
+) -> State:
     home = sharded.locate(param)
     own = sharded.own_state(param)
     if home is None:
         return own
     flat, index = home
     slot = flat.layout.slots[index]
-    start, stop = flat.own_part(index)
     whole: State = {}
     for key, value in own.items():
-        if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == stop - start:
+        if not unsharded[key]:
             gathered = collect(flat, index, value, comm, dst, f"{what} {key}")
             whole[key] = None if gathered is None else slot.view(gathered)
         else:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.buffer import FlatBuffer, Pool
 from lightning_zero.engine.comm import Communicator
+from lightning_zero.engine.dtypes import Dtypes
 from lightning_zero.engine.gradient import ShardedGrad
 from lightning_zero.engine.grouping import UnitSpec
 from lightning_zero.engine.lanes import Handle
@@ -55,12 +56,13 @@ class Flat:
     """The parameters of one unit that share dtypes and trainability, as views of one flat buffer.
 
     Attributes:
+        dtypes: see :class:`Dtypes`.
         full: 1-D, ``layout.numel`` elements of the compute dtype; every parameter's ``data`` is a view of it, for ever.
-        shard: 1-D master weights of this rank, ``high - low`` elements of the user's dtype (fp32 for 16-bit
-            parameters); a view of ``full`` where that is whole and of the same dtype.
+        shard: 1-D master weights of this rank, ``high - low`` elements; a view of ``full`` where that is whole and of
+            the same dtype.
         local: this rank's gradients, like ``full``, in the wire dtype (or the sum's, while micro-batches are summed);
             or None.
-        reduced: 1-D, the mean gradient of ``low:high`` in the sum's dtype (fp32 for 16-bit parameters); or None.
+        reduced: 1-D, the mean gradient of ``low:high`` in the sum's dtype; or None.
         backing: the buffer that ``reduced`` is, or is a part of.
         in_local, contributed, in_reduced: per parameter, whether ``local`` / the reduction under way / ``reduced``
             holds a gradient.
@@ -70,7 +72,8 @@ class Flat:
         self,
         name: str,
         params: dict[str, Param],
-        dtype: torch.dtype,
+        dtypes: Dtypes,
+        trained: Dtypes,
         comm: Communicator,
         pool: Pool,
         whole: bool,
@@ -78,16 +81,12 @@ class Flat:
     ) -> None:
         self.name = name
         self.names, self.params = list(params), list(params.values())
-        self.dtype = dtype
-        self.user_dtype = self.params[0].dtype
-        self.master_dtype = torch.float32 if is_half(self.user_dtype) else self.user_dtype
-        self.sum_dtype = torch.float32 if is_half(dtype) else dtype
-        self.trainable = self.params[0].requires_grad
+        self.dtypes, self._trained = dtypes, trained
         self.whole, self.owns_all = whole, owns_all
         self.layout = Layout([p.detach() for p in self.params], comm.world_size)
         self.low, self.high = (0, self.layout.numel) if owns_all else self.layout.shard(comm.rank)
         self.comm, self.pool = comm, pool
-        self.buffer = FlatBuffer(self.layout.numel, dtype, pool)
+        self.buffer = FlatBuffer(self.layout.numel, dtypes.compute, pool)
         self.full = self.buffer.tensor
         self.shard = self._cut()
         self.local: Tensor | None = None
@@ -102,16 +101,13 @@ class Flat:
     @property
     def aliased(self) -> bool:
         """Whether the shard is a part of the resting whole: no second copy."""
-        return self.whole and self.dtype == self.master_dtype
+        return self.whole and self.dtypes.compute == self.dtypes.master
 
     @torch.no_grad()
     def _cut(self) -> Tensor:
         """Move the parameters into the buffer, rank 0's values everywhere, and cut this rank's shard."""
-        exact = (
-            self.full
-            if self.dtype == self.master_dtype
-            else self.full.new_zeros(self.layout.numel, dtype=self.master_dtype)
-        )
+        same = self.dtypes.compute == self.dtypes.master
+        exact = self.full if same else self.full.new_zeros(self.layout.numel, dtype=self.dtypes.master)
         exact.zero_()
         for slot, param in zip(self.layout.slots, self.params, strict=True):
             exact[slot.start : slot.stop].copy_(slot.flatten(param.detach()))
@@ -122,6 +118,12 @@ class Flat:
             param.data = slot.view(self.full[slot.start : slot.stop])
         shard = exact[self.low : self.high]
         return shard if self.aliased else shard.clone()
+
+    def unfreeze(self) -> None:
+        """A frozen parameter is trained from now on: masters get the precision that this takes."""
+        if self.dtypes != self._trained:
+            self.dtypes = self._trained
+            self.shard = self.shard.to(self.dtypes.master)
 
     @property
     def escaped(self) -> bool:
@@ -162,9 +164,10 @@ class Flat:
         """
         self.take_in()
         own = self.full[self.low : self.high]
-        if self.dtype != self.master_dtype:
+        if self.dtypes.compute != self.dtypes.master:
             # masters of values that did not change keep their precision
-            self.shard.copy_(torch.where(own != self.shard.to(self.dtype), own.to(self.master_dtype), self.shard))
+            changed = own != self.shard.to(self.dtypes.compute)
+            self.shard.copy_(torch.where(changed, own.to(self.dtypes.master), self.shard))
         elif not self.aliased:
             self.shard.copy_(own)
 
@@ -215,8 +218,6 @@ class Flat:
             self.pool.free(self.backing)
             self.reduced = self.backing = None
 
-    # ------------------------------------------------------------------ what p.grad answers
-
     def current_gradient(self, index: int) -> tuple[Tensor | None, bool]:
         """The 1-D tensor that holds parameter ``index``'s gradient at present, and whether it is the whole of it."""
         if self.in_local[index] and self.local is not None:
@@ -241,7 +242,7 @@ class Flat:
             out[low:high].copy_(own)
             self.comm.all_gather(out, bounds, f"gradient of {self.names[index]}", kind="reduce").wait()
             own = out
-        return slot.view(own.to(self.dtype, copy=True))
+        return slot.view(own.to(self.dtypes.compute, copy=True))
 
     @torch.no_grad()
     def store_gradient(self, index: int, values: Tensor, before: Tensor) -> None:
@@ -261,9 +262,10 @@ class Flat:
     def adopt_gradient(self, index: int) -> None:
         """Take over a tensor that the user has put in the place of ``p.grad``: this rank keeps its part of it."""
         param, slot = self.params[index], self.layout.slots[index]
-        assert param.grad is not None
+        if param.grad is None:
+            return
         if self.reduced is None:
-            self.reduced = self.backing = self.pool.empty(self.high - self.low, self.sum_dtype)
+            self.reduced = self.backing = self.pool.empty(self.high - self.low, self.dtypes.sum)
         start, stop = self.own_part(index)
         values = slot.flatten(param.grad.detach())
         self.own(self.reduced, index).copy_(values[start - slot.start : stop - slot.start])
@@ -293,11 +295,6 @@ class Unit:
         self.active = 0
         self.awaited: set[int] = set()
 
-    @property
-    def numel(self) -> int:
-        """Elements of all parameters, without padding."""
-        return sum(p.numel() for flat in self.flats for p in flat.params)
-
     def keep_writes(self) -> None:
         """Take what the user wrote into whole parameters over into the shards."""
         for flat in self.flats:
@@ -317,23 +314,3 @@ class Unit:
     def _check(self, old: Enum, new: Enum) -> None:
         if (old, new) not in _LEGAL:
             raise AssertionError(f"Unit {self.name!r} cannot go from {old.value} to {new.value}.")
-
-
-def is_half(dtype: torch.dtype) -> bool:
-    """Whether sums and masters of this dtype are kept in fp32."""
-    return dtype in (torch.float16, torch.bfloat16)
-
-
-def make_flats(
-    spec: UnitSpec, dtypes: dict[int, torch.dtype], comm: Communicator, pool: Pool, whole: bool, owns_all: bool
-) -> list[Flat]:
-    """Group a unit's parameters by compute dtype, user's dtype and trainability."""
-    groups: dict[tuple[torch.dtype, torch.dtype, bool], dict[str, Param]] = {}
-    for name, param in spec.params.items():
-        groups.setdefault((dtypes[id(param)], param.dtype, param.requires_grad), {})[name] = param
-    unit_name = spec.name or "(root)"
-    flats = []
-    for number, ((dtype, _, _), params) in enumerate(groups.items()):
-        name = unit_name if len(groups) == 1 else f"{unit_name}[{number}]"
-        flats.append(Flat(name, params, dtype, comm, pool, whole, owns_all))
-    return flats

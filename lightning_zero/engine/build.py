@@ -1,0 +1,72 @@
+"""From a plain module to units: flat buffers that hold its parameters, each with its place in the engine."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from lightning_zero.config import ZeroConfig
+from lightning_zero.engine.buffer import Pool
+from lightning_zero.engine.comm import Communicator
+from lightning_zero.engine.dtypes import Dtypes, dtypes_of
+from lightning_zero.engine.grouping import UnitSpec, make_units
+from lightning_zero.engine.guard import Owner, Place, guard
+from lightning_zero.engine.stages import stage_row
+from lightning_zero.engine.unit import Flat, ParamState, Unit
+
+ComputeDtype = Callable[[nn.Parameter], torch.dtype]
+
+
+def build_units(
+    module: nn.Module,
+    config: ZeroConfig,
+    comm: Communicator,
+    pool: Pool,
+    compute_dtype: ComputeDtype | None,
+    owner: Owner,
+) -> list[Unit]:
+    """Move the parameters of ``module`` into units, rank 0's values everywhere. Collective.
+
+    A sharded unit gives its whole parameters back before the next one is built: a module on the host never has to fit
+    on the device.
+
+    Raises:
+        ValueError: a parameter has no values or no storage yet.
+    """
+    for name, param in module.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter) or param.is_meta:
+            raise ValueError(f"Parameter {name!r} has no values yet: initialise lazy and meta modules first.")
+    row = stage_row(config.stage, config.reduce_at)  # type: ignore[arg-type]
+    units = []
+    for index, spec in enumerate(make_units(module, config)):
+        sharded = row.shard_parameters and not spec.persistent
+        flats = []
+        for name, dtypes, trained, params in _groups(spec, config, compute_dtype):
+            flats.append(Flat(name, params, dtypes, trained, comm, pool, not sharded, not row.shard_optimizer))
+        unit = Unit(index, spec, flats, sharded)
+        for flat in flats:
+            for number, param in enumerate(flat.params):
+                param._zero_place = Place(owner, unit, flat, number, type(param))  # type: ignore[attr-defined]
+        if sharded:
+            guard(unit)
+            unit.move(ParamState.SHARDED)
+            for flat in flats:
+                flat.buffer.release()
+        units.append(unit)
+    return units
+
+
+def _groups(
+    spec: UnitSpec, config: ZeroConfig, compute_dtype: ComputeDtype | None
+) -> list[tuple[str, Dtypes, Dtypes, dict[str, nn.Parameter]]]:
+    """A unit's parameters by their dtypes, now and once they are trained: what shares a flat buffer."""
+    groups: dict[tuple[Dtypes, Dtypes, bool], dict[str, nn.Parameter]] = {}
+    for name, param in spec.params.items():
+        compute = compute_dtype(param) if compute_dtype else param.dtype
+        now, trained = (dtypes_of(param, compute, config, trains) for trains in (param.requires_grad, True))
+        groups.setdefault((now, trained, param.requires_grad), {})[name] = param
+    unit_name = spec.name or "(root)"
+    names = [unit_name if len(groups) == 1 else f"{unit_name}[{number}]" for number in range(len(groups))]
+    return [
+        (name, now, trained, params) for name, ((now, trained, _), params) in zip(names, groups.items(), strict=True)
+    ]

@@ -1,0 +1,122 @@
+"""What may happen to an optimizer's gradients between backward and step: unscaling, clipping, a look for infinities."""
+
+import itertools
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.engine.comm import Communicator
+from lightning_zero.engine.nonfinite import Watch
+from lightning_zero.engine.norm import GradientNorm, scale_, total_norm, unscale_
+from lightning_zero.engine.optim import ShardedOptimizer, own_gradient
+
+
+class Clipper:
+    """Works on the reduced shards of one optimizer's gradients. All methods are collective.
+
+    Args:
+        sharded: gives the sharded side of an optimizer.
+        close_window: reduces what is still only summed.
+        watch: knows whether a reduction has met an infinite or NaN gradient.
+        comm: the ranks.
+        raises: whether such a gradient is an error in the step, or a warning.
+    """
+
+    def __init__(
+        self,
+        sharded: Callable[[Optimizer], ShardedOptimizer],
+        close_window: Callable[[], None],
+        watch: Watch,
+        comm: Communicator,
+        raises: bool,
+    ) -> None:
+        self._sharded, self._close_window = sharded, close_window
+        self._watch, self._comm, self._raises = watch, comm, raises
+        self._warned = False
+        self.norm: GradientNorm | None = None
+        """The norm before and after the last clipping by norm."""
+
+    def clip_norm_(
+        self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale the gradients to a global norm of at most ``max_norm``.
+
+        Returns:
+            The norm before, 0-dim fp32, as ``torch.nn.utils.clip_grad_norm_``.
+
+        Raises:
+            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; on all ranks.
+        """
+        self._close_window()
+        shared, private = self._sharded(optimizer).gradients()
+        norm = total_norm(shared, private, self._comm, float(norm_type))
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(
+                f"{self._step()}: the total norm of order {norm_type} of the gradients is {norm.item()}, so they "
+                f"cannot be clipped. Not finite: {self._nonfinite(optimizer) or 'only their norm'}."
+            )
+        self.norm = GradientNorm(norm, scale_([*shared, *private], norm, max_norm))
+        return norm
+
+    @torch.no_grad()
+    def clip_value_(self, optimizer: Optimizer, clip_value: float) -> None:
+        """Clamp the gradients to ``[-clip_value, clip_value]``."""
+        self._close_window()
+        for tensor in itertools.chain(*self._sharded(optimizer).gradients()):
+            tensor.clamp_(-clip_value, clip_value)
+
+    def unscale_(self, optimizer: Optimizer, scale: float) -> str | None:
+        """Divide the gradients by a loss scale.
+
+        Returns:
+            None if all of them are finite on all ranks; otherwise which are not, in words.
+        """
+        self._close_window()
+        shared, private = self._sharded(optimizer).gradients()
+        overflow = torch.tensor([unscale_([*shared, *private], 1.0 / scale)], dtype=torch.uint8, device="cpu")
+        self._comm.all_reduce(overflow, "max", "overflow").wait()
+        names = self._nonfinite(optimizer) if overflow.item() else None
+        self._watch.clear()
+        return names
+
+    def check_finite(self, optimizer: Optimizer) -> None:
+        """Report gradients that are not finite, if a reduction has met one and the user has not mended it since.
+
+        Raises:
+            RuntimeError: there is one, and the configuration wants that to be an error.
+        """
+        if not self._watch.everywhere:
+            return
+        names = "" if self._warned else self._nonfinite(optimizer)
+        self._watch.clear()
+        if not names:
+            return
+        text = f"{self._step()}: the gradient of {names} is not finite. No weight has changed yet."
+        if self._raises:
+            raise RuntimeError(text)
+        self._warned = True
+        if self._comm.rank == 0:
+            warnings.warn(f"{text} The step goes on, and weights will not be finite after it.", stacklevel=2)
+
+    def _step(self) -> str:
+        return f"Step {self._comm.peers.step}"
+
+    def _nonfinite(self, optimizer: Optimizer) -> str:
+        """Which of the gradients are not finite now, in words; empty if all are."""
+        bad = set()
+        for param in {id(p): p for group in optimizer.param_groups for p in group["params"]}.values():
+            name = self._bad_name(optimizer, param)
+            if name is not None:
+                bad.add(name)
+        everywhere: set[str] = set().union(*self._comm.collect(bad))
+        return self._watch.report(everywhere) if everywhere else ""
+
+    def _bad_name(self, optimizer: Optimizer, param: nn.Parameter) -> str | None:
+        home = self._sharded(optimizer).locate(param)
+        own = None if home is None else own_gradient(*home, param)
+        if home is None or own is None or bool(torch.isfinite(own).all()):
+            return None
+        return home[0].names[home[1]]

@@ -1,0 +1,96 @@
+"""The dtypes of forward and backward for each of Lightning's precisions (table in the README)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+HALF = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
+
+# The layers whose weights autocast rounds before each use: exactly these classes, since a subclass may do something
+# else with its weight.
+_AUTOCAST_LAYERS = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+
+# Modules that, in evaluation, hand their children's weights to one fused kernel, which autocast does not reach.
+_READS_CHILDREN = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+def compute_dtype(module: nn.Module, precision: str) -> Callable[[nn.Parameter], torch.dtype] | None:
+    """The dtype in which each parameter takes part in forward and backward; None if each keeps its own.
+
+    - ``bf16-true``, ``16-true``: every floating-point parameter in bf16 or fp16.
+    - ``bf16-mixed``, ``16-mixed``: the fp32 parameters that only linear and convolution layers own, as autocast would
+      round them before each use; everything else (embeddings, norms, what is tied to them) stays as it is.
+
+    Args:
+        module: the plain module, before it is sharded.
+        precision: Lightning's name of the precision.
+    """
+    if precision in HALF:
+        return lambda param: HALF[precision] if param.is_floating_point() else param.dtype
+    if precision not in MIXED:
+        return None
+    keep = {child for parent in module.modules() if isinstance(parent, _READS_CHILDREN) for child in parent.modules()}
+    rounded: set[int] = set()
+    others: set[int] = set()
+    for owner in module.modules():
+        ids = rounded if type(owner) in _AUTOCAST_LAYERS and owner not in keep else others
+        ids.update(id(param) for param in owner.parameters(recurse=False))
+    rounded -= others
+
+    def dtype(param: nn.Parameter) -> torch.dtype:
+        return MIXED[precision] if param.dtype == torch.float32 and id(param) in rounded else param.dtype
+
+    return dtype
+
+
+def convert_buffers(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+    """Cast all floating-point buffers, and tell the module (``module.dtype``); returns what undoes that.
+
+    ``module.to(dtype)`` without the parameters: those stay as precise as they are for the masters.
+    """
+    before = [
+        (owner, name, buffer.dtype)
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype
+    ]
+    # Lightning's modules (of either namespace) answer `module.dtype` from this attribute
+    told: list[tuple[Any, Any]] = [(part, part._dtype) for part in module.modules() if "_dtype" in vars(part)]
+    for owner, name, _ in before:
+        owner._buffers[name] = _cast(owner, name, dtype)
+    for part, _ in told:
+        part._dtype = dtype
+
+    def undo() -> None:
+        for owner, name, old in before:
+            if owner._buffers.get(name) is not None:
+                owner._buffers[name] = _cast(owner, name, old)
+        for part, old in told:
+            part._dtype = old
+
+    return undo
+
+
+def _cast(owner: nn.Module, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+    buffer = owner._buffers[name]
+    return None if buffer is None else buffer.to(dtype)
+
+
+def already_half(module: nn.Module) -> list[str]:
+    """Names of the trainable parameters that the user has cast to a 16-bit dtype."""
+    return [
+        name
+        for name, param in module.named_parameters()
+        if param.requires_grad and param.dtype in (torch.float16, torch.bfloat16)
+    ]
