@@ -114,12 +114,20 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
             owner._device = device  # type: ignore[assignment]
 
 
+def _missing_bytes(engine: Engine) -> int:
+    """Host memory that a rank needs in addition for plain, whole parameters."""
+    flats = [flat for unit in engine.units for flat in unit.flats]
+    on_host = engine.comm.device.type == "cpu"
+    extra = [flat for flat in flats if not (on_host and flat.aliased)]
+    return sum(p.numel() * flat.dtypes.user.itemsize for flat in extra for p in flat.params)
+
+
 def room_for_all(engine: Engine, ranks_here: int) -> bool:
     """Whether whole parameters for every rank of this host fit into half of its free memory. Collective.
 
     Says so where they do not.
     """
-    need = ranks_here * engine.missing_bytes()
+    need = ranks_here * _missing_bytes(engine)
     free = free_memory()
     fits = free is None or need <= free / 2
     try:

@@ -162,7 +162,12 @@ class ZeroMethods(CheckpointMethods):
     def _attach(self, module: nn.Module) -> None:
         plugin = self._zero_precision
         self._engine = Engine(
-            module, self.config, self._communicator, plugin.compute_dtype(module), plugin.stray_forward_context
+            module,
+            self.config,
+            self._communicator,
+            compute_dtype=plugin.compute_dtype(module),
+            stray_forward_context=plugin.stray_forward_context,
+            rounded_layers=plugin.rounded_layers(module),
         )
         self._sharded = module
         plugin.attach(self._engine, self.root_device)

@@ -66,7 +66,7 @@ class _CatchCopies(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is Tensor.copy_ and isinstance(args[0], nn.Parameter) and self.engine.managed(args[0]):
+        if func is Tensor.copy_ and isinstance(args[0], nn.Parameter) and self.engine.locate(args[0]) is not None:
             self.values[id(args[0])] = args[1]
             return args[0]
         return func(*args, **(kwargs or {}))

@@ -1,6 +1,6 @@
 """The engine: one module, sharded over the ranks of a communicator."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_zero.engine.net import Net
 from lightning_zero.engine.optim import ShardedOptimizer
 from lightning_zero.engine.reducer import Reducer
 from lightning_zero.engine.residency import Residency, in_backward
+from lightning_zero.engine.reuse import Reuse
 from lightning_zero.engine.stages import stage_row
 from lightning_zero.engine.uneven import Uneven
 from lightning_zero.engine.unit import Flat, ParamState, Unit
@@ -40,6 +41,8 @@ class Engine:
             16-bit parameters).
         stray_forward_context: entered around a forward of the module, or of a child of it, that somebody calls outside
             a step (autocast, where ``compute_dtype`` counts on it).
+        rounded_layers: layers that autocast would let round fp32 weights at every use: where they run more than once,
+            the gradients of all uses are summed in fp32.
 
     Raises:
         ValueError: a parameter has no values or no storage yet (lazy, meta), or the configuration does not fit the
@@ -53,6 +56,7 @@ class Engine:
         comm: Communicator,
         compute_dtype: Callable[[nn.Parameter], torch.dtype] | None = None,
         stray_forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        rounded_layers: Sequence[nn.Module] = (),
     ) -> None:
         self.module, self.config, self.comm = module, config, comm
         self._stray_forward_context = stray_forward_context
@@ -78,6 +82,7 @@ class Engine:
         self._net = Net(self.units, self.need) if uses_net else nullcontext()
         self._hooks = Hooks(self)
         self._hooks.attach(module)
+        self._reuse = Reuse(rounded_layers, self._use_ready)
         self.residency.reshard_all()
         self.pool.trim()
         comm.at(0)
@@ -116,6 +121,7 @@ class Engine:
 
     def _enter_step(self, on_all_ranks: bool) -> None:
         self._abort_broken_backward()
+        self._reuse.reset()
         if torch.is_grad_enabled():
             self._hooks.watch_gradients()
         if on_all_ranks:
@@ -206,7 +212,7 @@ class Engine:
 
     def _begin_backward(self, last: bool) -> None:
         self.residency.trace.begin("backward")
-        self.reducer.begin(last)
+        self.reducer.begin(last, self._reuse.flats() if self._reuse.watched else None)
 
     def _end_backward(self) -> None:
         if self.reducer.active:
@@ -214,19 +220,29 @@ class Engine:
             if self.reducer.last:
                 # ddp's rule: once a window, before its first forward
                 self.buffers.changed = changed
+            self._reuse.reset()
             self.record("backward_end", "")
             self.residency.reshard_all()
 
     @unseen
     def grad_ready(self, unit: Unit, flat: Flat, index: int) -> None:
         """Autograd has added to a parameter's gradient."""
+        self._in_backward()
+        if self.reducer.accumulate(unit, flat, index):
+            self.record("backward_done", unit.name)
+            self.reducer.ready(unit)
+
+    def _in_backward(self) -> None:
         if not self.reducer.active:
             # the user's own loss.backward()
             self._begin_backward(last=True)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        if self.reducer.accumulate(unit, flat, index):
-            self.record("backward_done", unit.name)
-            self.reducer.ready(unit)
+
+    @unseen
+    def _use_ready(self, unit: Unit, flat: Flat, index: int, grad: Tensor) -> None:
+        """Autograd has the gradient of one more use of a parameter."""
+        self._in_backward()
+        self.reducer.add_use(unit, flat, index, grad)
 
     def sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
         """The sharded side of a user's optimizer.
@@ -263,10 +279,7 @@ class Engine:
             for flat in flats:
                 # autograd must notice that a graph from before the step holds other weights
                 torch.autograd.graph.increment_version([flat.params[index] for index in changed[id(flat)]])
-            if flats:
-                self.residency.reshard(unit, stale=True)
-                if unit.state is not ParamState.SHARDED:
-                    self.residency.publish(unit, flats)
+            self.residency.refresh(unit, flats)
         self._stay_readable()
         self.pool.trim()
 
@@ -293,10 +306,6 @@ class Engine:
     def locate(self, param: nn.Parameter) -> tuple[Flat, int] | None:
         """The flat buffer and index of a parameter; None if it is not the engine's."""
         return self._homes.get(id(param))
-
-    def managed(self, param: nn.Parameter) -> bool:
-        """Whether the parameter is one of the module's."""
-        return self.locate(param) is not None
 
     @contextmanager
     def gathered(self, module: nn.Module, modifier_rank: int | None = 0) -> Iterator[None]:
@@ -368,6 +377,7 @@ class Engine:
         if whole:
             self._settle()
         self._hooks.detach()
+        self._reuse.detach()
         for unit in self.units:
             if whole:
                 state.restore(unit)
@@ -375,13 +385,6 @@ class Engine:
                 flat.free_gradients()
         for optimizer in self._optimizers.values():
             optimizer.forget_masters()
-
-    def missing_bytes(self) -> int:
-        """Bytes of host memory that this rank needs in addition for plain, whole parameters."""
-        flats = [flat for unit in self.units for flat in unit.flats]
-        on_host = self.comm.device.type == "cpu"
-        extra = [flat for flat in flats if not (on_host and flat.aliased)]
-        return sum(p.numel() * flat.dtypes.user.itemsize for flat in extra for p in flat.params)
 
     def memory(self) -> dict[str, int]:
         """Live bytes on this rank by kind; ``buffers`` are free ones that the pool keeps for reuse."""

@@ -51,14 +51,21 @@ class Reducer:
         self._patience = PATIENCE
         self.window_open = False
         self.watch = Watch(comm)
+        self._reused: set[Flat] = set()
+        self._reused_here: set[Flat] = set()
         self._key = b""
         self._usual: dict[bytes, list[set[int]]] = {}
         self._in_flight: tuple[Unit, list[_InFlight]] | None = None
         self._launched: set[int] = set()
         self._opened: set[int] = set()
 
-    def begin(self, last: bool) -> None:
-        """Start a backward; ``last``: it ends the accumulation window."""
+    def begin(self, last: bool, reused: set[Flat] | None = None) -> None:
+        """Start a backward.
+
+        Args:
+            last: it ends the accumulation window.
+            reused: buffers of parameters that this forward has used more than once; None where nobody counts.
+        """
         self.active, self.last = True, last
         # the same on all ranks, whichever gradients they have: it decides the dtype on the wire
         self.window_open |= not self.reduces
@@ -70,6 +77,13 @@ class Reducer:
         for unit, usual in zip(self.units, self._usual.get(self._key) or map(trainable, self.units), strict=True):
             unit.awaited = set(usual)
         self._order.begin(self._key, members)
+        if reused is not None and self._key not in self._usual:
+            # the dtype on the wire depends on it, so all ranks must know before the first reduction
+            self._learn_reused(self._everywhere([flat in reused for flat in self._flats], "reused layers"))
+        self._reused_here = reused or set()
+
+    def _learn_reused(self, bits: Sequence[bool]) -> None:
+        self._reused |= {flat for flat, bit in zip(self._flats, bits, strict=True) if bit}
 
     @property
     def reduces(self) -> bool:
@@ -110,6 +124,16 @@ class Reducer:
             slot.copy_(values)
             flat.in_local[index] = True
 
+    @torch.no_grad()
+    def add_use(self, unit: Unit, flat: Flat, index: int, grad: Tensor) -> None:
+        """Add what one more use of a parameter contributes."""
+        self._open(flat)
+        self._add(flat, index, grad)
+        flat.params[index].grad = flat.marks[index]  # the first use's contribution comes on top
+        self._reused_here.add(flat)
+        if unit.index not in self._launched:
+            unit.move_grad(GradState.PARTIAL)
+
     def _take_pending(self, flat: Flat) -> None:
         """What users' hooks have added to ``p.grad`` after the engine's own hook."""
         for index, mark in enumerate(flat.marks):
@@ -148,7 +172,9 @@ class Reducer:
         for flat in self._flats:
             self._take_pending(flat)
         *bits, nonfinite, flag = self._union(flag)
-        present, leftover = bits[: -len(self._flats)], bits[-len(self._flats) :]
+        count = len(self._flats)
+        present, leftover = bits[: -2 * count], bits[-2 * count : -count]
+        self._learn_reused(bits[-count:])
         self.watch.everywhere |= nonfinite
         # gradients that came after their unit had gone (re-entrant checkpointing) go in a second round
         late = {id(flat) for flat, has in zip(self._flats, leftover, strict=True) if has}
@@ -184,9 +210,10 @@ class Reducer:
     def _local(self, flat: Flat) -> Tensor:
         """The flat buffer that this rank's contributions go to."""
         if flat.local is None:
-            # micro-batches are summed in the sum's dtype; a single one travels as it is
+            # several micro-batches or uses are summed in the sum's dtype; a single one travels as it is
             flat.summing = self.window_open
-            flat.local = self.pool.empty(flat.layout.numel, flat.dtypes.sum if flat.summing else flat.dtypes.wire)
+            wide = flat.summing or flat in self._reused
+            flat.local = self.pool.empty(flat.layout.numel, flat.dtypes.sum if wide else flat.dtypes.wire)
         return flat.local
 
     def _launch(self, unit: Unit, flats: Sequence[Flat] | None = None) -> None:
@@ -261,16 +288,20 @@ class Reducer:
             self.pool.free(part.local)
 
     def _union(self, flag: bool) -> list[bool]:
-        """What at least one rank has: a bit per parameter (a gradient), per flat (a late gradient), for gradients that
-        are not finite, and the flag.
+        """What at least one rank has: a bit per parameter (a gradient), two per flat (a late gradient, a second use),
+        one for gradients that are not finite, and the flag.
         """
         bits: list[bool] = []
         for flat in self._flats:
             bits += [a or b for a, b in zip(flat.contributed, flat.in_local, strict=True)]
         bits += [any(flat.in_local) for flat in self._flats]
+        bits += [flat in self._reused_here for flat in self._flats]
         bits += [self.watch.noticed(), flag]
+        return self._everywhere(bits, "end of backward")
+
+    def _everywhere(self, bits: list[bool], what: str) -> list[bool]:
         vector = torch.tensor(bits, dtype=torch.uint8, device="cpu")
-        self.comm.all_reduce(vector, "max", "end of backward").wait()
+        self.comm.all_reduce(vector, "max", what).wait()
         return [bool(bit) for bit in vector.tolist()]
 
     def _hand_out(self, present: list[bool]) -> None:

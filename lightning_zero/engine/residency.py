@@ -89,8 +89,15 @@ class Residency:
             if unit.state is ParamState.SHARDED:
                 self._free(unit)
 
-    def publish(self, unit: Unit, flats: Sequence[Flat]) -> None:
-        """Start to gather the flats that the optimizer has changed into a unit that is whole; the next reader waits."""
+    def refresh(self, unit: Unit, flats: Sequence[Flat]) -> None:
+        """The optimizer has changed the shards of ``flats``: a unit that rests whole is gathered again, now; the next
+        reader waits.
+        """
+        if not flats:
+            return
+        self.reshard(unit, stale=True)
+        if unit.state is ParamState.SHARDED:
+            return
         self.arrive(unit)
         unit.move(ParamState.GATHERING)
         guard(unit)

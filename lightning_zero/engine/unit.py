@@ -64,6 +64,7 @@ class Flat:
             or None.
         reduced: 1-D, the mean gradient of ``low:high`` in the sum's dtype; or None.
         backing: the buffer that ``reduced`` is, or is a part of.
+        aliases: leaves over parameters' memory that stand for further uses of them (see ``reuse``).
         in_local, contributed, in_reduced: per parameter, whether ``local`` / the reduction under way / ``reduced``
             holds a gradient.
     """
@@ -96,6 +97,7 @@ class Flat:
         self.in_local = [False] * len(self.params)
         self.contributed = [False] * len(self.params)
         self.in_reduced = [False] * len(self.params)
+        self.aliases: list[Param] = []
         self.marks = [ShardedGrad(p, self, i) for i, p in enumerate(self.params)]
 
     @property
@@ -128,7 +130,7 @@ class Flat:
     @property
     def escaped(self) -> bool:
         """Whether somebody holds a view of the whole that is not a parameter."""
-        return self.buffer.is_viewed(len(self.params) + self.aliased)
+        return self.buffer.is_viewed(len(self.params) + len(self.aliases) + self.aliased)
 
     def own_part(self, index: int) -> tuple[int, int]:
         """Start and stop, in ``full``, of what this rank owns of parameter ``index`` (empty: equal)."""

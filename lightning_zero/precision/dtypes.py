@@ -54,6 +54,11 @@ def compute_dtype(module: nn.Module, precision: str) -> Callable[[nn.Parameter],
     return dtype
 
 
+def rounded_layers(module: nn.Module, precision: str) -> list[nn.Module]:
+    """The layers whose weights autocast would round at every use."""
+    return [layer for layer in module.modules() if type(layer) in _AUTOCAST_LAYERS] if precision in MIXED else []
+
+
 def convert_buffers(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     """Cast all floating-point buffers, and tell the module (``module.dtype``); returns what undoes that.
 

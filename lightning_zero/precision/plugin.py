@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from lightning_zero.engine import Engine
-from lightning_zero.precision.dtypes import HALF, MIXED, already_half, compute_dtype, convert_buffers
+from lightning_zero.precision.dtypes import HALF, MIXED, already_half, compute_dtype, convert_buffers, rounded_layers
 from lightning_zero.precision.schedulers import hold, let_go
 
 if TYPE_CHECKING:
@@ -68,6 +68,10 @@ class ZeroPrecision(_Precision):
                 "round them again. Leave the module in fp32 and use 'bf16-true' or 'bf16-mixed' to lose nothing."
             )
         return compute_dtype(module, str(self.precision))
+
+    def rounded_layers(self, module: nn.Module) -> list[nn.Module]:
+        """See :func:`lightning_zero.precision.dtypes.rounded_layers`."""
+        return rounded_layers(module, str(self.precision))
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """``16-true`` and ``bf16-true`` cast buffers only: parameters are rounded on their way into the flat buffers,
