@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 WATCHED_STEP = 2  # the steps before it fill pools and make the optimizer's state
-FIRST_STEP = WATCHED_STEP + 1
+FIRST_STEP = WATCHED_STEP + 1  # traffic is counted from here on
 C_LIBRARY = ctypes.CDLL(None)
 MALLINFO = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
 
@@ -32,35 +33,58 @@ class Costs(Callback):
         if trainer.global_step == self._step:
             return  # in the middle of an accumulation window
         self._step = trainer.global_step
-        if self._step == WATCHED_STEP:
+        if self._done == WATCHED_STEP:
             self._at_rest = sum(_bytes_by_kind(trainer, module).values()) - allocated_bytes()
             self._watch = Watch()
             self._watch.start()
-        if self._step == FIRST_STEP:
+        if self._done == FIRST_STEP:
             self._sent = _sent_bytes(), _sent_elements(trainer)
         self._began = time.perf_counter()
 
     def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
-        if trainer.global_step == FIRST_STEP:  # the window's last gradient is in
+        if self._done == FIRST_STEP:  # the window's last gradient is in
             self.measured["memory"] = _bytes_by_kind(trainer, module)
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         if trainer.global_step == self._step:
             return
-        self.step_seconds.append(time.perf_counter() - self._began)
-        if self._step == WATCHED_STEP:
+        seconds = time.perf_counter() - self._began
+        if self._done == WATCHED_STEP:
             self.measured["peak"] = self._at_rest + self._watch.stop()
-        if trainer.global_step == FIRST_STEP + self.num_steps:
+        self.step_seconds.append(seconds)
+        if self._done == steps_needed(self.num_steps):
             sent = _sent_bytes(), _sent_elements(trainer)
             self.measured["bytes"], self.measured["elements"] = (
                 (now - before) / self.num_steps for now, before in zip(sent, self._sent, strict=True)
             )
 
+    @property
+    def _done(self) -> int:
+        """Steps of this run, which may have begun at a checkpoint."""
+        return len(self.step_seconds)
+
     def save(self, path: Path, **more: Any) -> None:
-        """Write what was measured, and ``more``, as JSON: sizes in bytes; traffic and seconds of one optimizer step."""
+        """Write what was measured, of every number the largest of all ranks, and ``more``, as JSON. Collective.
+
+        Sizes are in bytes; traffic and seconds are those of one optimizer step.
+        """
         times = sorted(self.step_seconds[FIRST_STEP:])
         seconds = times[len(times) // 2] if times else None
-        path.write_text(json.dumps({**self.measured, "step_seconds": seconds, **more}, indent=2))
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, {**self.measured, "step_seconds": seconds, "steps": self._done})
+        if dist.get_rank() == 0:
+            path.write_text(json.dumps({**_largest(ranks), **more}, indent=2))
+
+
+def steps_needed(num_steps: int) -> int:
+    """Optimizer steps that a run must make for ``num_steps`` of them to be measured."""
+    return FIRST_STEP + num_steps
+
+
+def _largest(values: list[Any]) -> Any:
+    if isinstance(values[0], dict):
+        return {key: _largest([value[key] for value in values]) for key in values[0]}
+    return max(values) if isinstance(values[0], int | float) else values[0]
 
 
 def _bytes_by_kind(trainer: Trainer, module: LightningModule) -> dict[str, int]:

@@ -5,7 +5,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 
-from costs import Costs
+from costs import Costs, steps_needed
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 
 def train(cfg: DictConfig) -> None:
-    """Fit; write measurements of this rank and, on rank 0, checkpoints and a sample of text."""
+    """Fit; on rank 0, write checkpoints and measurements and print a sample of text."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for message in (".*does not have many workers", ".*treespec", "The dirpath has changed"):
@@ -31,15 +31,16 @@ def train(cfg: DictConfig) -> None:
     trainer: Trainer = instantiate(cfg.trainer, strategy=strategy, callbacks=callbacks, _convert_="all")
     trainer.fit(model, *loaders, ckpt_path=cfg.resume)
     costs.save(
-        folder / f"rank{trainer.global_rank}.json",
+        folder / "costs.json",
         stage=cfg.zero.get("stage"),
         params=sum(p.numel() for p in model.parameters()),
         ranks=trainer.world_size,
+        steps_needed=steps_needed(cfg.measured_steps),
         accumulate=trainer.accumulate_grad_batches,
         precision=trainer.precision,
         losses={key: value.item() for key, value in trainer.callback_metrics.items()},
     )
-    if trainer.is_global_zero and cfg.sample_bytes:
+    if trainer.is_global_zero and cfg.sample_bytes and trainer.global_step >= cfg.sample_after:
         # After a fit the module is plain and whole again, on every rank.
         print(f"\nA sample:\n{model.generate(cfg.prompt.encode(), cfg.sample_bytes)}\n", flush=True)
 

@@ -1,14 +1,27 @@
 """Starts the ranks of a job on this machine, as ``torchrun`` does, and waits for them."""
 
+import logging
+import os
+import signal
 import sys
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+JOB = "job"  # name of the configuration that ranks started here read
+
+
+class RankFailed(CompactHydraException):
+    """A rank failed. Of this class, so that Hydra prints the message alone."""
 
 
 def run_ranks(script: str, config: DictConfig, folder: Path, **changes: Any) -> None:
@@ -19,16 +32,16 @@ def run_ranks(script: str, config: DictConfig, folder: Path, **changes: Any) -> 
     stopped.
 
     Raises:
-        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank failed.
+        RankFailed: a rank failed; the message is its error.
         SystemExit: a signal came.
     """
     folder.mkdir(parents=True, exist_ok=True)
     job = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
     for key, value in {**changes, "output": str(folder)}.items():
         OmegaConf.update(job, key, value, merge=False)
-    OmegaConf.save(job, folder / "job.yaml")
+    OmegaConf.save(job, folder / f"{JOB}.yaml")
     hydra = [f"hydra.run.dir='{folder}'", "hydra.output_subdir=null", "hydra/job_logging=none"]
-    command = [script, "--config-path", str(folder), "--config-name", "job", *hydra]
+    command = [script, "--config-path", str(folder), "--config-name", JOB, *hydra]
     settings = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -39,10 +52,43 @@ def run_ranks(script: str, config: DictConfig, folder: Path, **changes: Any) -> 
         max_restarts=0,
         shutdown_timeout=10,
     )
+    logging.disable(logging.CRITICAL)  # what the launcher has to say on a failed rank, RankFailed says shorter
     try:
         elastic_launch(settings, sys.executable)("-u", *command)
+    except ChildFailedError as failed:
+        raise RankFailed(_cause(failed, folder)) from None
     except SignalException as stop:
         raise SystemExit(128 + stop.sigval) from None  # not an Exception, after which a sweep would go on
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def run_as_rank(work: Callable[[DictConfig], None], config: DictConfig) -> None:
+    """Do the work of a rank. An error goes to the launcher, which shows it once, and not to the terminal."""
+    try:
+        record(work)(config)
+    except Exception:
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+            raise  # nobody would hear of it
+        sys.exit(1)
+
+
+def started_by_torchrun() -> bool:
+    """Whether this rank was not started by :func:`run_ranks`."""
+    return HydraConfig.get().job.config_name != JOB
+
+
+def _cause(failed: ChildFailedError, folder: Path) -> str:
+    rank, failure = min(failed.failures.items(), key=lambda item: _lateness(item[1]))
+    if isinstance(failure.message, str):
+        return f"Rank {rank} failed: {failure.message if failure.exitcode < 0 else f'exit code {failure.exitcode}'}"
+    (folder / "error.txt").write_text(failure.message["extraInfo"]["py_callstack"])
+    return f"Rank {rank} failed (traceback: {folder / 'error.txt'}):\n{failure.message['message']}"
+
+
+def _lateness(failure: ProcessFailure) -> tuple[bool, bool, int]:
+    """The first failure is the cause, unless it is one that another rank's failure brings about."""
+    return failure.exitcode == -signal.SIGTERM, "PeerError" in str(failure.message), failure.timestamp
 
 
 def _num_ranks(devices: Any) -> int:

@@ -1,5 +1,7 @@
 """The smallest complete use: an unmodified LightningModule, trained with ZeRO stage 3 on two CPU ranks.
 
+Run it with
+
     python examples/minimal.py
 """
 

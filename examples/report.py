@@ -1,4 +1,17 @@
-"""The closing table of a run, and the comparison of two checkpoints."""
+"""The closing table of a run, and the comparison of two checkpoints.
+
+The rows of the table, each the largest of all ranks; memory is taken when the last gradient of a step is in:
+
+- units in use: whole parameters that are gathered at that moment (stages 0, 1 and 2: all), in the dtype of the forward.
+  Under bf16-mixed, norms and embeddings are fp32 there: more than the formula's 2 bytes.
+- parameters: what a rank keeps of them: all under ddp, its part of the fp32 master weights under ZeRO. At stages 1 and
+  2, weights that are fp32 in the forward are their own masters, so they are in the row above: less than the formula's.
+- free buffers: memory that the engine keeps for its next gathering or reduction.
+- peak: all of these at the start of a step, and the most that malloc (on GPUs, torch) gives out on top until it ends.
+- elements sent: the engine's count; for ddp, which sends fp32, bytes / 4. At stage 3 the formula is a bound: units that
+  are still gathered when they are needed again are not sent again.
+- bytes sent: the kernel's count for the rank's TCP connections; NCCL's traffic is not among them.
+"""
 
 import json
 from collections.abc import Iterator
@@ -8,40 +21,35 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
+MIB = 2**20
 STATES = {"units": "units in use", "parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
 NOTE = """\
 N = {ranks} ranks, Y = {params:,} parameters, {accumulate} micro-batches a step, {precision}, Adam. Of all ranks the
-largest; memory is taken when the last gradient of a step is in.
-  units in use     whole parameters that are gathered at this moment (stages 1 and 2: all) in the dtype of the forward:
-                   under bf16-mixed, norms and embeddings are fp32, which the formula leaves out
-  parameters       what a rank keeps of them: all under ddp, its part of the fp32 master weights under ZeRO
-  free buffers     memory that the engine keeps for its next gathering or reduction
-  peak             all of these at the start of a step, and the most that malloc gives out on top of them until it ends
-  elements sent    by a rank in a step: the engine's count; for ddp, which sends fp32, bytes / 4. At stage 3 the formula
-                   is a bound: units still gathered when they are needed again are not sent again
-  bytes sent       the kernel's count for the rank's TCP connections"""
+largest; memory is taken when a step's last gradient is in. Weights that are fp32 in the forward (norms, embeddings) are
+their own masters at stages 1 and 2: more units and fewer parameters than the formulas say. On a shared CPU, times are
+noisy. What every row is: examples/report.py."""
 
 
-def load_ranks(folder: Path) -> dict[str, Any]:
-    """What the ranks of a job measured, merged: of every number the largest."""
-    return _largest([json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))])
+def load(folder: Path) -> dict[str, Any]:
+    """What a job has measured."""
+    return json.loads((folder / "costs.json").read_text())
 
 
-def _largest(values: list[Any]) -> Any:
-    if isinstance(values[0], dict):
-        return {key: _largest([value[key] for value in values]) for key in values[0]}
-    return max(values) if isinstance(values[0], int | float) else values[0]
+def losses(run: dict[str, Any], entropy: float) -> str:
+    """The losses of a run, beside that of the best predictor that knows the frequencies of bytes alone."""
+    words = [f"{key} {value:.4f}" for key, value in run["losses"].items() if key != "train_loss"]
+    return f"{', '.join(words)} (nats per byte; to be beaten: {entropy:.4f}, the unigram entropy of the text)"
 
 
 def bytes_per_parameter(stage: int | None, accumulate: int, precision: str) -> dict[str, tuple[int, int]]:
     """Bytes of each of Adam's model states: those that every rank holds, and those that the ranks share.
 
-    ``stage`` None is ``ddp``. Under bf16-mixed, whole parameters take 2 bytes beside the fp32 master; in fp32 the
+    ``stage`` None is ``ddp``. Under bf16 and fp16, whole parameters take 2 bytes beside the fp32 master; in fp32 the
     master is a part of them. Stage 1 sums the gradients of several micro-batches whole.
     """
     if stage is None:
         return {"units": (0, 0), "parameters": (4, 0), "gradients": (4, 0), "optimizer": (8, 0)}
-    mixed = precision.startswith("bf16")
+    mixed = precision.startswith(("bf16", "16"))
     shared = {
         "units": (0 if stage == 3 else 2 if mixed else 4, 0),
         "parameters": (0, 4 if mixed or stage == 3 else 0),
@@ -64,15 +72,36 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
     return "\n".join([*lines, "", NOTE.format(**next(iter(runs.values())))])
 
 
-def _measured(run: dict[str, Any]) -> Iterator[str]:
+def verdict(name: str, run: dict[str, Any], other_name: str, other: dict[str, Any]) -> str:
+    """What ``run`` costs beside ``other``, in one line."""
+    mine, theirs = (sum(_states(each).values()) / MIB for each in (run, other))
+    ratio = f"{theirs / mine:.1f}x less" if mine < theirs else f"{mine / theirs:.1f}x as much"
+    words = [f"{name} holds {mine:.1f} MiB of states a rank, {other_name} {theirs:.1f}: {ratio}"]
+    if run["bytes"] and other["bytes"]:
+        words.append(f"it sends {run['bytes'] / other['bytes']:.2f}x the bytes")
+    times = [f"{1000 * each['step_seconds']:.0f} ms" for each in (run, other)]
+    words.append(f"its step takes {times[0]}, {other_name}'s {times[1]}")
+    return f"{'; '.join(words)}."
+
+
+def _states(run: dict[str, Any]) -> dict[str, int]:
+    """Bytes of what a rank holds, in the order of the table."""
     memory = run["memory"]
     if run["stage"] is not None:
         memory = {**memory, "units": memory["parameters"], "parameters": memory["master"]}
-    sizes = [memory.get(key, 0) for key in STATES]
-    yield from map(_mib, [*sizes, sum(sizes), memory.get("buffers", 0), run["peak"]])
-    yield f"{run['bytes'] / 4 if run['stage'] is None else run['elements']:,.0f}"
-    yield f"{run['bytes']:,.0f}"
+    return {key: memory.get(key, 0) for key in STATES}
+
+
+def _measured(run: dict[str, Any]) -> Iterator[str]:
+    sizes = [*_states(run).values()]
+    yield from map(_mib, [*sizes, sum(sizes), run["memory"].get("buffers", 0), run["peak"]])
+    yield _count(run["bytes"] / 4 if run["stage"] is None else run["elements"])
+    yield _count(run["bytes"])
     yield f"{1000 * run['step_seconds']:.0f} ms"
+
+
+def _count(number: float) -> str:
+    return f"{number:,.0f}" if number else "-"  # not counted, or a single rank
 
 
 def _formulas(run: dict[str, Any]) -> Iterator[str]:
@@ -83,12 +112,13 @@ def _formulas(run: dict[str, Any]) -> Iterator[str]:
         yield f"{' + '.join(terms)} = {_mib((whole + shared / ranks) * params)}" if terms else "0"
     yield from ("", "")
     sent = (2, 2, accumulate + 1, 3 * accumulate)[stage or 0]
-    yield f"{sent}Y(N-1)/N = {sent * params * (ranks - 1) / ranks:,.0f}"
+    sign = "<=" if stage == 3 else "="
+    yield f"{sent}Y(N-1)/N {sign} {sent * params * (ranks - 1) / ranks:,.0f}"
     yield from ("", "")
 
 
 def _mib(size: float) -> str:
-    return f"{size / 2**20:.2f} MiB"
+    return f"{size / MIB:.2f} MiB"
 
 
 def compare_checkpoints(one: Path, other: Path) -> Iterator[str]:

@@ -1,69 +1,123 @@
 """Train a byte-level GPT on the Python language reference, check that it resumes, and print what the strategy cost.
 
     python examples/train_gpt.py zero=stage2 trainer.devices=4 batch.micro_batch_size=8 trainer.max_steps=50
+    python examples/train_gpt.py zero=stage3 trainer.max_steps=20 compare=[stage1,stage2,ddp]
     python examples/train_gpt.py -m zero=stage1,stage2,stage3
     torchrun --nproc-per-node 2 examples/train_gpt.py zero=stage3
 
 A job starts its own ranks, in new processes (``launch.py``), unless ``torchrun`` has started them; a rank does what
-``fit.py`` says.
+``fit.py`` says. Under ``torchrun`` there is neither a check of resuming nor a comparison, which take new processes.
 """
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from launch import run_ranks
+from hydra.types import RunMode
+from launch import RankFailed, run_as_rank, run_ranks, started_by_torchrun
 from omegaconf import DictConfig
-from report import compare_checkpoints, load_ranks, table
+from report import compare_checkpoints, load, losses, table, verdict
 from text import language_reference, unigram_entropy
+
+SPARE_STEPS = 10  # of a run that only measures: their times, too, go into the median
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
 def main(cfg: DictConfig) -> None:
     """One job: in a rank the training, otherwise the ranks, the checks and the report."""
     if "LOCAL_RANK" in os.environ:
-        from fit import train  # only the ranks need Lightning, which takes seconds to import
-
-        train(cfg)
-    else:
+        run_as_rank(run_rank, cfg)
+        return
+    try:
         run_job(cfg)
+    except RankFailed as failed:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            print(f"\n{failed}", file=sys.stderr)
+            raise  # the sweep goes on and fails at its end
+        sys.exit(f"\n{failed}")
+
+
+def run_rank(cfg: DictConfig) -> None:
+    """The training; where ``torchrun`` has started the ranks, rank 0 reports, too."""
+    from fit import train  # only the ranks need Lightning, which takes seconds to import
+
+    train(cfg)
+    if started_by_torchrun() and os.environ["RANK"] == "0":
+        report(cfg, {chosen(): load(Path(cfg.output))})
 
 
 def run_job(cfg: DictConfig) -> None:
     """Start the ranks; then resume, measure other strategies and report, as the configuration asks."""
-    folder, choice = Path(cfg.output), HydraConfig.get().runtime.choices["zero"]
-    entropy = unigram_entropy(language_reference())
-    print(f"{choice}: training in {folder}", flush=True)
+    folder, choice = Path(cfg.output), chosen()
+    print(f"Plan: {'; '.join(plan(cfg))}.\nFolder: {folder}", flush=True)
     run_ranks(__file__, cfg, folder)
-    runs = {choice: load_ranks(folder)}
+    runs = {choice: load(folder)}
     if cfg.check_resume:
         check_resume(cfg, folder, runs[choice])
-    for other in cfg.compare:
-        print(f"\nMeasuring {other} on the same model:", flush=True)
-        short = {"max_steps": cfg.measured_steps + 10, "limit_val_batches": 0, "enable_checkpointing": False}
-        changes = {"zero": hydra.compose("config", [f"zero={other}"]).zero, "trainer": {**cfg.trainer, **short}}
-        run_ranks(__file__, cfg, folder / other, **changes, resume=None, sample_bytes=0)
-        runs[other] = load_ranks(folder / other)
-    losses = "".join(f"{key} {value:.4f}, " for key, value in runs[choice]["losses"].items() if key != "train_loss")
-    print(f"\n{losses}unigram entropy of the text {entropy:.4f} nats per byte")
-    measured = {name: run for name, run in runs.items() if "bytes" in run}
-    print(f"\n{table(measured)}" if measured else "No table: too few steps were made.", flush=True)
+    if cfg.compare and "bytes" not in runs[choice]:  # too short a run
+        runs[choice] = {**measure(cfg, choice, folder), "losses": runs[choice]["losses"]}
+    for name in cfg.compare:
+        if name != choice:
+            runs[name] = measure(cfg, name, folder)
+    report(cfg, runs)
+
+
+def chosen() -> str:
+    """The choice of the group ``zero``."""
+    return str(HydraConfig.get().runtime.choices["zero"])
+
+
+def plan(cfg: DictConfig) -> list[str]:
+    """What the job is going to do."""
+    epochs, steps = cfg.trainer.max_epochs, cfg.trainer.max_steps
+    length = f"at most {steps} steps" if steps > 0 else f"{epochs} epochs"
+    parts = [f"train with {chosen()} for {length}"]
+    if cfg.check_resume and steps < 0 and epochs > 1:
+        parts.append("train the last epoch again from its checkpoint and compare")
+    return parts + [f"measure a few steps of {', '.join(cfg.compare)}"] * bool(cfg.compare)
+
+
+def measure(cfg: DictConfig, name: str, folder: Path) -> dict[str, Any]:
+    """What a few steps of the same model cost under another choice of ``zero``."""
+    print(f"\nMeasuring {name} on the same model:", flush=True)
+    steps = cfg.measured_steps + SPARE_STEPS
+    short = {"max_epochs": -1, "max_steps": steps, "limit_val_batches": 0, "enable_checkpointing": False}
+    changes = {"trainer": {**cfg.trainer, **short}, "resume": None, "sample_bytes": 0}
+    if name != chosen():
+        changes["zero"] = hydra.compose("config", [f"zero={name}"]).zero
+    run_ranks(__file__, cfg, folder / name, **changes)
+    return load(folder / name)
+
+
+def report(cfg: DictConfig, runs: dict[str, dict[str, Any]]) -> None:
+    """Print losses, and for all runs that were long enough the table and a line on each comparison."""
+    (choice, first), *others = runs.items()
+    print(f"\n{losses(first, unigram_entropy(language_reference()))}")
+    if "bytes" not in first:
+        print(
+            f"\nNo table of costs: {choice} made {first['steps']} steps; {first['steps_needed']} are needed"
+            f" (measured_steps={cfg.measured_steps})."
+        )
+        return
+    print(f"\n{table(runs)}\n", flush=True)
+    for name, run in others:
+        print(verdict(choice, first, name, run), flush=True)
 
 
 def check_resume(cfg: DictConfig, folder: Path, run: dict[str, Any]) -> None:
     """Train the last epoch again, from the checkpoint before it and in new processes, and compare what comes out."""
     checkpoints = sorted((folder / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     if len(checkpoints) < 2:
-        print("\nThe check of resuming needs two epochs; there was one.")
         return
     start, end = checkpoints[-2:]
     print(f"\nResuming from {start.name} in new processes:", flush=True)
     run_ranks(__file__, cfg, folder / "resumed", resume=str(start), sample_bytes=0)
-    losses = [each["losses"].get("val_loss") for each in (run, load_ranks(folder / "resumed"))]
+    values = [each["losses"].get("val_loss") for each in (run, load(folder / "resumed"))]
     print(f"\n{end.name} as the first run wrote it and as the resumed run did:")
-    print(f"  validation loss: {losses[0]} and {losses[1]}")
+    print(f"  validation loss: {values[0]} and {values[1]}")
     for line in compare_checkpoints(end, folder / "resumed" / "checkpoints" / end.name):
         print(f"  {line}")
 

@@ -1,5 +1,6 @@
 """The examples run as their users run them: as scripts, in processes of their own."""
 
+import json
 import math
 import os
 import signal
@@ -10,24 +11,30 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES, CONF = ROOT / "examples", ROOT / "conf"
 GROUPS = sorted(CONF.glob("*/*.yaml"))
 TINY = [
     *("model.dim=32", "model.depth=2", "model.num_heads=1", "batch.sequence_length=32", "sample_bytes=10"),
+    "sample_after=10",
     *("+trainer.limit_train_batches=16", "+trainer.limit_val_batches=1", "trainer.max_epochs=2", "measured_steps=3"),
 ]
 
 sys.path.insert(0, str(EXAMPLES))
+import launch  # noqa: E402
 import report  # noqa: E402
 from text import language_reference, unigram_entropy  # noqa: E402
 
 
 def start(script, *arguments, cwd):
-    """Start a script of examples/ with one thread a rank; ``lightning_zero`` is found in the checkout."""
+    """Start a script of examples/, or what an option of Python names, with one thread a rank.
+
+    ``lightning_zero`` is found in the checkout.
+    """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(EXAMPLES / script), *arguments]
+    command = [sys.executable, script if script.startswith("-") else str(EXAMPLES / script), *arguments]
     return subprocess.Popen(
         command, cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -64,7 +71,8 @@ def test_training_resumes_to_the_bit_and_reports_its_costs(tmp_path):
     output, code = run("train_gpt.py", *settings, *TINY, f"hydra.run.dir={tmp_path / 'job'}", cwd=tmp_path)
     assert code == 0, output
     assert output.count("equal to the bit") == 2, output
-    assert "unigram entropy of the text" in output
+    assert "unigram entropy of the text" in output and "A sample:" in output
+    assert "stage2 holds" in output.splitlines()[-1] and "ddp's" in output.splitlines()[-1]
     rows = {line[:16].strip(): line[16:].split() for line in output.splitlines() if line[:1].isalpha()}
     assert "2Y + 16Y/N" in " ".join(rows["sum of these"]) and "16Y" in rows["sum of these"]
     assert all(int(rows[row][0].replace(",", "")) > 0 for row in ("elements sent", "bytes sent"))
@@ -76,8 +84,29 @@ def test_every_job_of_a_sweep_ends_in_a_folder_of_its_own(tmp_path):
     output, code = run("train_gpt.py", *arguments, f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path)
     assert code == 0, output
     for folder in ("0-stage1", "1-stage3"):
-        assert {path.name for path in (tmp_path / "sweep" / folder).glob("rank*.json")} == {"rank0.json", "rank1.json"}
+        assert (tmp_path / "sweep" / folder / "costs.json").exists()
+    assert output.count("made 4 steps; 6 are needed") == 2 and "A sample" not in output, output
     assert not processes_about(tmp_path)
+
+
+def test_a_strategy_whose_run_is_too_short_is_measured_apart(tmp_path):
+    short = ["trainer.devices=1", "trainer.max_steps=4", "compare=[stage3]", f"hydra.run.dir={tmp_path / 'job'}"]
+    output, code = run("train_gpt.py", "zero=stage3", *TINY, *short, cwd=tmp_path)
+    assert code == 0, output
+    assert "Measuring stage3" in output and "sum of these" in output, output
+
+
+def test_ranks_of_torchrun_report_once(tmp_path):
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        str(EXAMPLES / "train_gpt.py"),
+        "trainer.max_steps=6",
+    ]
+    output, code = run(*command, *TINY, f"hydra.run.dir={tmp_path / 'job'}", cwd=tmp_path)
+    assert code == 0, output
+    assert output.count("sum of these") == 1, output
 
 
 def test_interrupt_ends_all_ranks(tmp_path):
@@ -100,8 +129,21 @@ def test_a_rank_that_fails_fails_the_job(tmp_path):
     wrong = ["optimizer.lr=-1", "trainer.devices=1", f"hydra.run.dir={tmp_path / 'job'}"]
     output, code = run("train_gpt.py", *wrong, *TINY, cwd=tmp_path)
     assert code == 1
-    assert "Invalid learning rate: -1" in output
+    assert "Invalid learning rate: -1" in output.splitlines()[-1], output
+    assert "Traceback" not in output and "Error executing job" not in output, output
     assert not processes_about(tmp_path)
+
+
+def test_the_failure_that_is_shown_is_the_cause_of_the_others(tmp_path):
+    words = ["", "PeerError: rank 2 has failed: ValueError: wrong", "ValueError: wrong"]
+    for rank, message in enumerate(words):
+        extra = {"py_callstack": f"all of {message}", "timestamp": "0" if rank == 1 else "1"}
+        (tmp_path / f"{rank}.json").write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+    stopped = ProcessFailure(0, 1, -signal.SIGTERM, "no file")
+    failures = {0: stopped, **{rank: ProcessFailure(rank, 1, 1, str(tmp_path / f"{rank}.json")) for rank in (1, 2)}}
+    shown = launch._cause(ChildFailedError("job", failures), tmp_path)
+    assert shown.startswith("Rank 2 failed") and shown.endswith("\nValueError: wrong")
+    assert (tmp_path / "error.txt").read_text() == "all of ValueError: wrong"
 
 
 def test_entropy_of_a_text():
