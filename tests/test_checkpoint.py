@@ -71,7 +71,7 @@ def assert_same(got, want):
         assert got == want
 
 
-# ---------------------------------------------------------------------- what is in it
+# What is in it
 
 
 @distributed(world_size=[1, 2, 3])
@@ -133,7 +133,7 @@ def test_weights_only_and_model_checkpoint(rank, world_size, stage, tmp_path):
     assert runner.validate(best, loader(), verbose=False)[0]["loss"] == pytest.approx(float(keep.best_model_score))
 
 
-# ---------------------------------------------------------------------- resuming
+# Resuming
 
 
 @distributed(world_size=2)
@@ -209,7 +209,7 @@ def test_another_number_of_optimizers_is_refused(rank, world_size, tmp_path):
         trainer(rank, world_size, tmp_path, zero(3)).fit(Two(), loader(), ckpt_path=tmp_path / "one.ckpt")
 
 
-# ---------------------------------------------------------------------- the file
+# The file
 
 
 class Full(TorchCheckpointIO):
@@ -264,7 +264,7 @@ def test_wrapped_plugins_work(rank, world_size, tmp_path):
     assert_same(torch.load(tmp_path / "async.ckpt")["state_dict"], model.state_dict())
 
 
-# ---------------------------------------------------------------------- memory
+# Memory
 
 
 class Tall(Net):

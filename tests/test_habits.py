@@ -13,8 +13,10 @@ from harness import distributed
 from oracles import communicator
 from torch import nn
 
+from lightning_zero import gathered
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import Communicator, Engine, check_elementwise
+from lightning_zero.engine.unit import ParamState
 
 STAGES = (0, 1, 2, 3)
 WIDTH = 8
@@ -65,7 +67,7 @@ def assert_weights(model: nn.Module, want: nn.Module, what: str) -> None:
         assert torch.equal(value, expected), f"{what}: {name}"
 
 
-# ---------------------------------------------------------------------- ranks with other graphs
+# Ranks with other graphs
 
 
 @distributed(world_size=[2, 3])
@@ -143,7 +145,7 @@ def test_one_dtype_on_the_wire_whichever_micro_batches_a_rank_uses(rank, world_s
             assert all(p.isfinite().all() for p in model.parameters())
 
 
-# ---------------------------------------------------------------------- writes to parameters
+# Writes to parameters
 
 WRITES = {
     "in_place": lambda p: p.detach().clamp_(-0.01, 0.01),
@@ -203,7 +205,45 @@ def test_data_of_another_shape_is_refused(rank, world_size):
         engine.release(whole=False)
 
 
-# ---------------------------------------------------------------------- writes to gradients
+@distributed(world_size=2)
+def test_an_exception_inside_gathered_keeps_nothing(rank, world_size):
+    """On all ranks: units are sharded again, with the values from before."""
+    with communicator() as comm:
+        for compute in (torch.float32, torch.bfloat16):
+            model = Net()
+            engine = engine_of(model, comm, 3, lambda p, compute=compute: compute)
+            for part in (model, model.blocks[2]):
+                with pytest.raises(KeyError, match="mine"), gathered(part), torch.no_grad():
+                    for p in part.parameters():
+                        p.fill_(7.0)
+                    raise KeyError("mine")
+                assert {unit.state for unit in engine.units} == {ParamState.SHARDED}
+                assert engine.memory()["parameters"] == 0 and not any(unit.active for unit in engine.units)
+                with pytest.raises(RuntimeError, match="head.weight"):
+                    model.head.weight.sum()
+                with gathered(model):
+                    assert all(torch.equal(*both) for both in zip(values(model), values(Net(), compute), strict=True))
+            run(engine, batch().to(compute))  # and all is in order
+            engine.release(whole=True)
+            assert_weights(model, Net(), str(compute))
+
+
+def values(model: nn.Module, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    return [p.detach().to(dtype, copy=True) if dtype else p.detach().clone() for p in model.parameters()]
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("classes", ["Block", [Block], ["Block"], Block, (nn.Linear, "Block")], ids=str)
+def test_unit_classes_by_name_or_class_alone_or_in_a_list(rank, world_size, classes):
+    with communicator() as comm:
+        engine = engine_of(Net(), comm, 3, unit_classes=classes)
+        names = [unit.name for unit in engine.units if not unit.is_root]
+        engine.release(whole=True)
+    blocks = {f"blocks.{number}" for number in range(6)}
+    assert blocks <= set(names) if isinstance(classes, tuple) else blocks == set(names)
+
+
+# Writes to gradients
 
 GRADIENT_WRITES = {
     "rows": lambda g: g[:2].zero_(),
@@ -286,7 +326,79 @@ def test_a_window_whose_last_backward_is_missing_is_reduced_by_the_step(rank, wo
             assert_weights(model, want, f"stage {stage}")
 
 
-# ---------------------------------------------------------------------- graphs and steps
+HOOKS = {
+    "adds": lambda p: p.grad.add_(5),
+    "adds_to_data": lambda p: p.grad.data.add_(5),
+    "scales": lambda p: p.grad.mul_(0.5),
+    "drops": lambda p: setattr(p, "grad", None),
+    "replaces": lambda p: setattr(p, "grad", torch.full_like(p, 0.25)),
+}
+
+
+def hook_weight(model, name):
+    def hook(param):
+        HOOKS[name](param)  # such hooks have to return None
+
+    model.blocks[1].lin.weight.register_post_accumulate_grad_hook(hook)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_post_accumulate_hooks_of_the_user(rank, world_size, hook, when):
+    """Registered before the engine's own hooks or after them, which is in the first step."""
+    want = Net()
+    hook_weight(want, hook)
+    want(batch()).backward()
+    torch.optim.SGD(want.parameters(), lr=0.1, weight_decay=0.1).step()
+    with communicator() as comm:
+        for stage in STAGES:
+            model = Net()
+            if when == "before":
+                hook_weight(model, hook)
+            engine = engine_of(model, comm, stage)
+            with engine.forward():
+                loss = model(batch())
+                if when == "after":
+                    hook_weight(model, hook)
+            with engine.backward():
+                loss.backward()
+            assert (model.blocks[1].lin.weight.grad is None) == (hook == "drops"), f"stage {stage}"
+            engine.step(torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1))
+            engine.release(whole=True)
+            assert_weights(model, want, f"stage {stage}")
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("hook", ["adds", "drops", "replaces"])
+def test_post_accumulate_hooks_in_a_window(rank, world_size, hook, when):
+    """They run after each of its backwards, and see what has been summed so far."""
+    want = Net()
+    hook_weight(want, hook)
+    for micro in range(2):
+        want(batch(micro)).backward()
+    torch.optim.SGD(want.parameters(), lr=0.1).step()
+    with communicator() as comm:
+        for stage, reduce_at in ((1, "window"), (3, "window"), (3, "micro_batch")):
+            model = Net()
+            if when == "before":
+                hook_weight(model, hook)
+            engine = engine_of(model, comm, stage, reduce_at=reduce_at)
+            with engine.forward():
+                model(batch())
+            if when == "after":
+                hook_weight(model, hook)
+            for micro in range(2):
+                run(engine, batch(micro), last=micro == 1)
+            engine.step(torch.optim.SGD(model.parameters(), lr=0.1))
+            engine.release(whole=True)
+            for (name, value), expected in zip(model.named_parameters(), want.parameters(), strict=True):
+                # the hook's addend has another place in the sum
+                assert torch.allclose(value, expected, rtol=1e-6, atol=1e-6), f"stage {stage}, {reduce_at}: {name}"
+
+
+# Graphs and steps
 
 
 class Players(nn.Module):
@@ -401,7 +513,7 @@ def test_an_exception_in_the_users_own_backward_is_survived(rank, world_size):
             assert_weights(model, want, f"stage {stage}")
 
 
-# ---------------------------------------------------------------------- optimizer state
+# Optimizer state
 
 
 @distributed(world_size=2)

@@ -7,6 +7,8 @@ of one structure and different widths are compared, so that what does not grow w
 import ctypes
 import gc
 import itertools
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from harness import distributed
 from oracles import adamw, build_engine, communicator, precision
 from test_optimizers import SignMomentum
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DEPTH, SMALL, LARGE = 24, 32, 128
 
@@ -112,9 +115,12 @@ def on_top(stage, accumulate, autocast):
     return (4.25 if stage == 3 else 2.25) * element + receive
 
 
-@pytest.mark.skipif(
+needs_mallinfo = pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc 2.33 and newer tells what is allocated"
 )
+
+
+@needs_mallinfo
 @distributed(world_size=[2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_memory_of_the_paper(rank, world_size, stage):
@@ -131,10 +137,64 @@ def test_memory_of_the_paper(rank, world_size, stage):
             )
 
 
+class PeakOfOperations(TorchDispatchMode):
+    """Looks at the memory after each of torch's operations."""
+
+    def __enter__(self):
+        self.before = allocated()
+        self.highest = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.highest = max(self.highest, allocated() - self.before)
+        return result
+
+
+STEPPING = {  # and how many tiles its temporaries take at one time
+    "plain": (partial(torch.optim.AdamW, foreach=False), 2),
+    "foreach": (partial(torch.optim.AdamW, foreach=True), 1),
+    "fused": (partial(torch.optim.AdamW, fused=True), 0),
+}
+TILE = 2**16
+
+
+@needs_mallinfo
+@distributed(world_size=2)
+@pytest.mark.parametrize("gradient_dtype", [None, "bf16"])
+@pytest.mark.parametrize("name", STEPPING)
+def test_temporaries_of_the_step_are_tiles(rank, world_size, name, gradient_dtype):
+    """What an optimizer allocates, and its gradients in the masters' dtype where they are kept in another one."""
+    make, tiles = STEPPING[name]
+
+    def measure(stage, tile_size):
+        """The most bytes in a second step (the first makes the state), in tiles."""
+        model = Tower(LARGE)
+        engine = build_engine(model, comm, stage=stage, tile_size=tile_size, gradient_dtype=gradient_dtype)
+        optimizer = make(model.parameters(), lr=0.01)
+        for number in range(2):
+            with engine.forward():
+                loss = model(torch.ones(1, LARGE))
+            with engine.backward():
+                loss.backward()
+            with PeakOfOperations() if number else nullcontext() as peak:
+                engine.step(optimizer)
+        engine.release(whole=True)
+        return peak.highest / (4 * TILE)
+
+    widened = 0 if gradient_dtype is None else 2.25  # a batch, the next one, and a parameter that did not fit in
+    with communicator() as comm:
+        for stage in (1, 3):
+            used = measure(stage, TILE)
+            assert used <= tiles + widened + 1, f"stage {stage}: {used} tiles"  # one for Python's own objects
+        if name == "foreach":
+            assert measure(1, 0) > 12, "without tiles they are as large as the shard, and this test sees it"
+
+
 @distributed(world_size=2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_step_works_in_tiles(rank, world_size, stage):
-    """No temporary of an optimizer is larger than a tile."""
+    """Somebody's own optimizer, too, sees tiles."""
     sizes = []
 
     class Watching(SignMomentum):

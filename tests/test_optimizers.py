@@ -292,6 +292,169 @@ def test_one_dropped_gradient(rank, world_size):
             assert moved == set(start) - {"blocks.1.lin.weight"}, f"stage {stage}"
 
 
+class Lookahead(Optimizer):
+    """Wraps another optimizer, whose groups and state are its own."""
+
+    def __init__(self, base):
+        self.base = base
+        self.param_groups, self.state, self.defaults = base.param_groups, base.state, base.defaults
+        self._optimizer_step_pre_hooks = self._optimizer_step_post_hooks = {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.base.step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                slow = self.state[p].setdefault("slow", p.clone())
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+class Larc(Optimizer):
+    """Scales each layer's gradient, then lets the wrapped optimizer step; the groups are that one's, by property."""
+
+    def __init__(self, optim):
+        self.optim = optim
+        self.state, self.defaults = optim.state, optim.defaults
+        self._optimizer_step_pre_hooks = self._optimizer_step_post_hooks = {}
+
+    @property
+    def param_groups(self):
+        return self.optim.param_groups
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(p.norm() / (p.grad.norm() + 1e-8))
+        self.optim.step()
+
+
+class Hiding(Optimizer):
+    """Wraps another optimizer where nobody looks."""
+
+    def __init__(self, base):
+        super().__init__(base.param_groups, base.defaults)
+        self.steps = [base.step]
+
+    def step(self, closure=None):
+        for step in self.steps:
+            step()
+
+
+WRAPPERS = {"Lookahead": Lookahead, "Larc": Larc, "Hiding": Hiding}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers_are_refused_and_the_trial_moves_nothing(name):
+    """A trial of the outer one would step the inner one, on the user's weights."""
+    model = zoo.make("Blocks")
+    optimizer = WRAPPERS[name](optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    model.loss(model.batch(0, 0)).backward()
+    before = [(p.detach().clone(), p.grad.clone()) for p in model.parameters()]
+    with pytest.raises(ValueError, match=name):
+        check_elementwise(optimizer)
+    for p, (value, grad) in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, value) and torch.equal(p.grad, grad)
+    assert not optimizer.state
+
+
+class Numbering(SignMomentum):
+    """Keeps a number as a tensor of one element, which looks like the state of a scalar parameter."""
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].setdefault("number", torch.zeros(1)).add_(1)
+
+
+@distributed(world_size=[1, 3])
+def test_one_number_is_not_taken_for_a_shard(rank, world_size):
+    """Ranks without a part of a scalar parameter know better than the one that has it."""
+    assert_equal_runs(rank, "FewElements", optimizer=of_all(Numbering), steps=2)
+    assert_equal_runs(rank, "ParameterContainers", stages=(3,), optimizer=of_all(Numbering), steps=2)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_forgotten_optimizers_begin_anew(rank, world_size, stage):
+    def train(comm, forget):
+        model = zoo.make("Blocks", rank)
+        engine = build_engine(model, comm, stage=stage)
+        optimizer = adamw(model.named_parameters())
+        for step in range(4):
+            if step == 2:
+                if forget:
+                    engine.forget_optimizers()
+                    assert engine.memory()["optimizer"] == 0
+                else:
+                    optimizer = adamw(model.named_parameters())
+            engine_step(engine, model, optimizer, comm, step)
+        assert engine.memory()["optimizer"] > 0
+        state = engine.optimizer_state(optimizer)
+        engine.release(whole=True)
+        return finish(model, [], [], state)
+
+    with communicator() as comm:
+        got, want = train(comm, True), train(comm, False)
+    assert_same(got, want)
+    assert_same_state(got.state, want.state)
+
+
+@distributed(world_size=2)
+def test_the_own_state_dict_of_a_running_optimizer_warns(rank, world_size):
+    with communicator() as comm:
+        model = zoo.make("Blocks", rank)
+        engine = build_engine(model, comm, stage=1)
+        optimizers = [adamw(model.named_parameters()) for _ in range(2)]
+        for step, optimizer in enumerate(optimizers):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                optimizer.state_dict()
+            engine_step(engine, model, optimizer, comm, step)
+            with pytest.warns(UserWarning, match=r"AdamW.state_dict\(\) has the options only: the state is sharded"):
+                assert not optimizer.state_dict()["state"]
+        engine.release(whole=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizers[0].state_dict()
+
+
+class Scaled(Optimizer):
+    """Its step takes an option."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None, factor=1.0):
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=factor * group["lr"])
+
+
+@distributed(world_size=2)
+def test_options_of_the_step_arrive(rank, world_size):
+    with communicator() as comm:
+        model, want = zoo.make("Blocks"), zoo.make("Blocks")
+        engine = build_engine(model, comm, stage=3)
+        chosen = Scaled(model.parameters())
+        with engine.forward():
+            loss = model.loss(seeded(model, 0, 0))
+        with engine.backward():
+            loss.backward()
+        engine.step(chosen, factor=0.5)
+        engine.release(whole=True)
+    want.loss(seeded(want, 0, 0)).backward()
+    Scaled(want.parameters()).step(factor=0.5)
+    assert_same(finish(model, [], []), finish(want, [], []))
+
+
 REFUSED = {
     "LBFGS": lambda model: optim.LBFGS(model.parameters()),
     "Muon": lambda model: optim.Muon([p for p in model.parameters() if p.ndim == 2]),

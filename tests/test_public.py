@@ -1,6 +1,7 @@
 """House rules that check themselves: the direction of imports, sizes, and where collectives are called."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,20 @@ def test_modules_say_what_they_are_for(path):
     for node in parsed(path).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
             assert ast.get_docstring(node), f"{node.name} has no docstring"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_nothing_depends_on_asserts(path):
+    """``python -O`` leaves them out: what must hold is raised."""
+    lines = [node.lineno for node in ast.walk(parsed(path)) if isinstance(node, ast.Assert)]
+    assert not lines, f"bare asserts in lines {lines}"
+
+
+@pytest.mark.parametrize("path", [*FILES, *sorted(Path(__file__).parent.rglob("*.py"))], ids=lambda path: path.stem)
+def test_files_have_no_banners(path):
+    """A file that needs signposts of ``# -----`` is two files."""
+    banners = [line for line in path.read_text().splitlines() if re.match(r"\s*#\s*([-=*#~_])\1{2}", line)]
+    assert not banners
 
 
 def test_reading_a_configuration_imports_no_torch():

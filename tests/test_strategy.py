@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from test_optimizers import Scaled
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -89,7 +90,7 @@ def is_plain(module):
     return not hooks and whole and not left
 
 
-# ---------------------------------------------------------------------- names and settings
+# Names and settings
 
 
 def test_public_names():
@@ -105,7 +106,12 @@ def test_importing_registers_and_importing_again_is_harmless():
         "import sys, lightning_zero; "
         "[sys.modules.pop(name) for name in list(sys.modules) if name.startswith('lightning_zero')]; "
         "import lightning_zero; from lightning.pytorch.strategies import StrategyRegistry; "
-        "assert type(StrategyRegistry.get('zero3')) is lightning_zero.ZeroStrategy"
+        "assert type(StrategyRegistry.get('zero3')) is lightning_zero.ZeroStrategy; "
+        # the other namespace is registered with when the program imports it, later
+        "assert 'pytorch_lightning' not in sys.modules; "
+        "import pytorch_lightning; from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry; "
+        "strategy = StrategyRegistry.get('zero3'); "
+        "assert isinstance(strategy, DDPStrategy) and strategy.config.stage == 3"
     )
     subprocess.run(
         [sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -132,7 +138,7 @@ def test_other_devices_are_refused():
         strategy.setup_environment()
 
 
-# ---------------------------------------------------------------------- precision
+# Precision
 
 
 @pytest.mark.parametrize(
@@ -188,7 +194,7 @@ def test_which_parameters_bf16_mixed_rounds():
     assert compute_dtype(module, "32-true") is None
 
 
-# ---------------------------------------------------------------------- runs
+# Runs
 
 
 @distributed(world_size=2)
@@ -303,7 +309,89 @@ def test_manual_optimization_with_two_optimizers(rank, world_size, stage, tmp_pa
         torch.testing.assert_close(value, want[name], rtol=1e-4, atol=1e-6)
 
 
-# ---------------------------------------------------------------------- refusals and failures
+class Evaluated(Net):
+    """Ranks have statistics of their own, and evaluate in the middle of a fit."""
+
+    def __init__(self):
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(DIM)
+        self.losses = []
+
+    def forward(self, x):
+        return super().forward(self.batch_norm(x))
+
+    def validation_step(self, batch, batch_idx):
+        self.losses.append(F.mse_loss(self(batch[0]).float(), batch[1]).item())
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_validation_in_a_fit_is_that_of_ddp_to_the_bit(rank, world_size, precision, tmp_path):
+    def run(strategy):
+        model = Evaluated()
+        runner = trainer(rank, world_size, tmp_path, strategy, precision=precision, val_check_interval=2, max_epochs=2)
+        runner.fit(model, loader(), loader(8))
+        return model.losses, model.state_dict()
+
+    losses, state = run(DDPStrategy())
+    assert len(losses) == 2 + 4 * 2 and len(set(losses)) == len(losses)
+    for stage in (1, 3):
+        got = run(zero(stage))
+        assert got[0] == losses, f"stage {stage}"
+        assert all(torch.equal(got[1][name], value) for name, value in state.items() if "running" not in name)
+
+
+class Straying(Callback):
+    """Runs the module, and a layer of it, between steps."""
+
+    def __init__(self):
+        self.outputs = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        assert torch.is_grad_enabled()
+        self.outputs += [pl_module(batch[0]).detach(), pl_module.head(batch[0]).detach()]
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        self.outputs.append(pl_module(torch.ones(2, DIM)).detach())
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_forwards_between_steps(rank, world_size, precision, stage, tmp_path):
+    def run(strategy, callback):
+        model = Evaluated()
+        runner = trainer(rank, world_size, tmp_path, strategy, callbacks=[callback], precision=precision)
+        runner.fit(model, loader(), loader(8))
+        return model.state_dict()
+
+    theirs, ours = Straying(), Straying()
+    want, got = run(DDPStrategy(), theirs), run(zero(stage), ours)
+    assert len(ours.outputs) == 2 * 4 + 1 + 1
+    for mine, other in zip(ours.outputs, theirs.outputs, strict=True):
+        # ddp's are in fp32, under which this model's weights would have to be rounded first
+        exact = {"rtol": 0, "atol": 0} if precision == "32-true" else {"rtol": 0.05, "atol": 0.05}
+        torch.testing.assert_close(mine.float(), other, **exact)
+    names = [name for name, _ in Evaluated().named_parameters()]
+    assert all(torch.equal(got[name], want[name]) for name in names)
+
+
+@distributed(world_size=2)
+def test_options_of_the_optimizers_step_arrive(rank, world_size, tmp_path):
+    class Model(Net):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+            optimizer.step(optimizer_closure, factor=0.5)
+
+        def configure_optimizers(self):
+            return Scaled(self.parameters())
+
+    want = fitted(rank, world_size, tmp_path, DDPStrategy(), Model()).state_dict()
+    for stage in (1, 3):
+        got = fitted(rank, world_size, tmp_path, zero(stage), Model()).state_dict()
+        assert all(torch.equal(got[name], value) for name, value in want.items()), f"stage {stage}"
+
+
+# Refusals and failures
 
 
 @distributed(world_size=2)
@@ -372,7 +460,7 @@ def test_a_module_without_room_stays_sharded_and_usable(rank, world_size, tmp_pa
     assert is_plain(model)
 
 
-# ---------------------------------------------------------------------- callbacks that touch parameters
+# Callbacks that touch parameters
 
 
 @distributed(world_size=2)
