@@ -7,7 +7,6 @@ of one structure and different widths are compared, so that what does not grow w
 import ctypes
 import gc
 import itertools
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -140,14 +139,11 @@ def test_memory_of_the_paper(rank, world_size, stage):
 class PeakOfOperations(TorchDispatchMode):
     """Looks at the memory after each of torch's operations."""
 
-    def __enter__(self):
-        self.before = allocated()
-        self.highest = 0
-        return super().__enter__()
+    highest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        self.highest = max(self.highest, allocated() - self.before)
+        self.highest = max(self.highest, allocated())
         return result
 
 
@@ -168,25 +164,29 @@ def test_temporaries_of_the_step_are_tiles(rank, world_size, name, gradient_dtyp
     make, tiles = STEPPING[name]
 
     def measure(stage, tile_size):
-        """The most bytes in a second step (the first makes the state), in tiles."""
+        """The most bytes in a second step, on top of what was there before the first one and of the state, in tiles."""
         model = Tower(LARGE)
         engine = build_engine(model, comm, stage=stage, tile_size=tile_size, gradient_dtype=gradient_dtype)
         optimizer = make(model.parameters(), lr=0.01)
-        for number in range(2):
+        before = 0
+        for _ in range(2):
             with engine.forward():
                 loss = model(torch.ones(1, LARGE))
             with engine.backward():
                 loss.backward()
-            with PeakOfOperations() if number else nullcontext() as peak:
+            before = before or allocated()
+            with PeakOfOperations() as peak:
                 engine.step(optimizer)
+        highest = peak.highest - before - engine.memory()["optimizer"]
         engine.release(whole=True)
-        return peak.highest / (4 * TILE)
+        return highest / (4 * TILE)
 
     widened = 0 if gradient_dtype is None else 2.25  # a batch, the next one, and a parameter that did not fit in
     with communicator() as comm:
         for stage in (1, 3):
             used = measure(stage, TILE)
-            assert used <= tiles + widened + 1, f"stage {stage}: {used} tiles"  # one for Python's own objects
+            # three for what Python's objects take: the state has some hundred tensors and dicts
+            assert used <= tiles + widened + 3, f"stage {stage}: {used} tiles"
         if name == "foreach":
             assert measure(1, 0) > 12, "without tiles they are as large as the shard, and this test sees it"
 

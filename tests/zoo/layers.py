@@ -135,6 +135,19 @@ class FewElements(Blocks):
             return x * self.gain + self.shift.sum()
 
 
+class NumbersBehind(Blocks):
+    """Single numbers behind a weight: not the first rank has them."""
+
+    class block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(DIM, DIM)
+            self.gain, self.scale = nn.Parameter(torch.ones(1)), nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.gain * torch.tanh(self.scale * self.lin(x))
+
+
 class ParameterContainers(Blocks):
     class block(nn.Module):
         def __init__(self) -> None:
