@@ -190,6 +190,30 @@ def test_equal_to_ddp_to_the_bit(rank, world_size, name, accumulate, tmp_path):
         assert_equal(run(zero(stage, reduce_at="window")), want, f"stage {stage}")
 
 
+class Repeating(Buffered):
+    """Each block runs three times: autocast rounds its weight at each use, and the uses are summed in fp32."""
+
+    def forward(self, x):
+        return super().forward(self.repeated(x))
+
+    def repeated(self, x):
+        for _ in range(2):
+            for block in self.blocks:
+                x = torch.tanh(block(x))
+        return x.float()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("name", ["bf16-mixed", "16-mixed"])
+def test_layers_used_several_times_are_ddps_to_the_bit(rank, world_size, name, tmp_path):
+    def run(strategy):
+        return fitted(rank, world_size, tmp_path, strategy, Repeating(), **precision(name)).state_dict()
+
+    want = run(DDPStrategy())
+    for stage in (1, 3):
+        assert_equal(run(zero(stage)), want, f"stage {stage}")
+
+
 @distributed(world_size=1)
 @pytest.mark.parametrize(
     ("name", "short", "kind"), [("bf16-true", "bf16", torch.optim.AdamW), ("16-true", "fp16", torch.optim.SGD)]
