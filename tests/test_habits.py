@@ -371,7 +371,7 @@ def test_post_accumulate_hooks_of_the_user(rank, world_size, hook, when):
 
 @distributed(world_size=2)
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("hook", ["adds", "drops", "replaces"])
+@pytest.mark.parametrize("hook", ["adds", "drops", "replaces", "scales"])
 def test_post_accumulate_hooks_in_a_window(rank, world_size, hook, when):
     """They run after each of its backwards, and see what has been summed so far."""
     want = Net()
@@ -381,6 +381,8 @@ def test_post_accumulate_hooks_in_a_window(rank, world_size, hook, when):
     torch.optim.SGD(want.parameters(), lr=0.1).step()
     with communicator() as comm:
         for stage, reduce_at in ((1, "window"), (3, "window"), (3, "micro_batch")):
+            if hook == "scales" and reduce_at == "micro_batch":
+                continue  # see the next test
             model = Net()
             if when == "before":
                 hook_weight(model, hook)
@@ -396,6 +398,17 @@ def test_post_accumulate_hooks_in_a_window(rank, world_size, hook, when):
             for (name, value), expected in zip(model.named_parameters(), want.parameters(), strict=True):
                 # the hook's addend has another place in the sum
                 assert torch.allclose(value, expected, rtol=1e-6, atol=1e-6), f"stage {stage}, {reduce_at}: {name}"
+
+
+@distributed(world_size=2)
+def test_a_sum_that_is_partly_reduced_cannot_be_scaled_by_a_hook(rank, world_size):
+    with communicator() as comm:
+        model = Net()
+        hook_weight(model, "scales")
+        engine = engine_of(model, comm, 3, reduce_at="micro_batch")
+        run(engine, batch(0), last=False)
+        with pytest.raises(RuntimeError, match=r"'blocks.1.lin.weight' in place.*reduce_at='window'"):
+            run(engine, batch(1))
 
 
 # Graphs and steps

@@ -49,7 +49,9 @@ class ZeroConfig:
     """Module classes, or their names, that are one unit with all that is below them (a mixture of experts, say)."""
 
     min_unit_bytes: int = 16 * MIB
-    """Neighbouring units smaller than this (and than 1/16 of the model) are merged."""
+    """Neighbouring units smaller than this are merged; so that small models have units, too, at least 1/16 of the model
+    or 2 MiB is enough.
+    """
 
     max_unit_bytes: int = 512 * MIB
     """Units larger than this are split at their children."""

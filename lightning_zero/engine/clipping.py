@@ -5,13 +5,13 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.engine.comm import Communicator
 from lightning_zero.engine.nonfinite import Watch
 from lightning_zero.engine.norm import GradientNorm, scale_, total_norm, unscale_
-from lightning_zero.engine.optim import ShardedOptimizer, own_gradient
+from lightning_zero.engine.optim import ShardedOptimizer
 
 
 class Clipper:
@@ -106,17 +106,10 @@ class Clipper:
 
     def _nonfinite(self, optimizer: Optimizer) -> str:
         """Which of the gradients are not finite now, in words; empty if all are."""
-        bad = set()
-        for param in {id(p): p for group in optimizer.param_groups for p in group["params"]}.values():
-            name = self._bad_name(optimizer, param)
-            if name is not None:
-                bad.add(name)
+        bad = {
+            flat.names[index]
+            for _, flat, index, own in self._sharded(optimizer).own_gradients()
+            if not torch.isfinite(own).all()
+        }
         everywhere: set[str] = set().union(*self._comm.collect(bad))
         return self._watch.report(everywhere) if everywhere else ""
-
-    def _bad_name(self, optimizer: Optimizer, param: nn.Parameter) -> str | None:
-        home = self._sharded(optimizer).locate(param)
-        own = None if home is None else own_gradient(*home, param)
-        if home is None or own is None or bool(torch.isfinite(own).all()):
-            return None
-        return home[0].names[home[1]]

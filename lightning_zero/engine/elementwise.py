@@ -5,6 +5,8 @@ orthogonalisation, line searches) do not, and are refused.
 """
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,14 +52,29 @@ def check_elementwise(optimizer: Optimizer) -> None:
     reason = next((REASONS[name] for name in known if name in REASONS), None)
     if inner is not None:
         reason = f"it wraps another optimizer ({type(inner).__name__}), which would step on whole parameters"
-    for group in optimizer.param_groups:
-        if reason is None and group["params"]:
-            reason = _try(optimizer, group)
+    with _without_gradients(optimizer):
+        for group in optimizer.param_groups:
+            if reason is None and group["params"]:
+                reason = _try(optimizer, group)
     if reason is not None:
         raise ValueError(
             f"{kind.__name__} cannot run on sharded parameters: {reason}. Use an element-wise optimizer "
             "(SGD, Adam, AdamW, Adagrad, RMSprop, NAdam, Lion, ...), or strategy='ddp'."
         )
+
+
+@contextmanager
+def _without_gradients(optimizer: Optimizer) -> Iterator[None]:
+    """Whatever steps inside, be it an optimizer that nobody knows of, finds nothing to do on the user's parameters."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    grads = [param.grad for param in params]
+    for param in params:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
 
 
 def _try(optimizer: Optimizer, group: dict[str, Any]) -> str | None:

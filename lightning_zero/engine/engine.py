@@ -74,6 +74,7 @@ class Engine:
         }
         self.residency = Residency(self.units, config.prefetch, self.record)
         self.reducer = Reducer(self.units, comm, self.pool, row.reduce_at == "window", self.record)
+        self.reducer.begin_own = self._begin_own_backward
         raises = config.nonfinite_gradients == "raise"
         self.clipper = Clipper(self.sharded, self._close_window, self.reducer.watch, comm, raises)
         self.uneven = Uneven(self.units, self.residency, comm)
@@ -82,7 +83,7 @@ class Engine:
         self._net = Net(self.units, self.need) if uses_net else nullcontext()
         self._hooks = Hooks(self)
         self._hooks.attach(module)
-        self._reuse = Reuse(rounded_layers, self._use_ready)
+        self._reuse = Reuse(rounded_layers, self.reducer.use_ready)
         self.residency.reshard_all()
         self.pool.trim()
         comm.at(0)
@@ -225,24 +226,10 @@ class Engine:
             self.residency.reshard_all()
 
     @unseen
-    def grad_ready(self, unit: Unit, flat: Flat, index: int) -> None:
-        """Autograd has added to a parameter's gradient."""
-        self._in_backward()
-        if self.reducer.accumulate(unit, flat, index):
-            self.record("backward_done", unit.name)
-            self.reducer.ready(unit)
-
-    def _in_backward(self) -> None:
-        if not self.reducer.active:
-            # the user's own loss.backward()
-            self._begin_backward(last=True)
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-    @unseen
-    def _use_ready(self, unit: Unit, flat: Flat, index: int, grad: Tensor) -> None:
-        """Autograd has the gradient of one more use of a parameter."""
-        self._in_backward()
-        self.reducer.add_use(unit, flat, index, grad)
+    def _begin_own_backward(self) -> None:
+        """The user's own ``loss.backward()`` has brought a gradient."""
+        self._begin_backward(last=True)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
         """The sharded side of a user's optimizer.
@@ -257,6 +244,8 @@ class Engine:
 
     def forget_optimizers(self) -> None:
         """Let go of the state of all optimizers: others will be used."""
+        for optimizer in self._optimizers.values():
+            optimizer.let_go()
         self._optimizers.clear()
 
     def step(self, optimizer: Optimizer, **options: Any) -> None:
@@ -292,7 +281,7 @@ class Engine:
 
     def _close_window(self) -> None:
         """Reduce what has been summed, if the window's last micro-batch ran no backward."""
-        if self.reducer.window_open and not self.reducer.active:
+        if self.reducer.collector.window_open and not self.reducer.active:
             with self.backward(last=True):
                 pass
 

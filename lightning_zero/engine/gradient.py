@@ -45,6 +45,11 @@ class ShardedGrad(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether something has been added that nobody has taken over."""
+        return self._pending is not None
+
     def take_pending(self) -> Tensor | None:
         """What autograd, or a user's hook, has just added; the caller takes it over."""
         pending, self._pending = self._pending, None
@@ -58,7 +63,11 @@ class ShardedGrad(Tensor):
 
     def whole(self) -> Tensor:
         """The whole gradient; the same tensor as before while somebody may hold a view of that."""
-        return self._flat.whole_gradient(self._index) if self._whole is None else self._whole[0]
+        if self._pending is not None and self._flat.in_local[self._index]:
+            self._flat.add_local(self._index, self._pending)
+            self._pending = None
+        values = self._flat.whole_gradient(self._index) if self._whole is None else self._whole[0]
+        return values if self._pending is None else values + self._pending
 
     def keep(self, values: Tensor) -> None:
         """Somebody may write to ``values``, which is the whole gradient."""
@@ -74,7 +83,7 @@ class ShardedGrad(Tensor):
 
     def forget(self) -> None:
         """The gradient is dropped."""
-        self._whole = None
+        self._whole = self._pending = None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -93,9 +102,13 @@ class ShardedGrad(Tensor):
             return args[0] if func is aten.zero_.default else None
         return _on_whole(func, args, kwargs or {})
 
+    @property
+    def _name(self) -> str:
+        return self._flat.names[self._index]
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Without its values: they would have to be gathered."""
-        return f"ShardedGrad({self._flat.names[self._index]!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"ShardedGrad({self._name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
@@ -110,6 +123,11 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
 
     args, kwargs = tree_map(whole, args), tree_map(whole, kwargs)
     # what is written now, or later through a view of it, has to find its way back
+    if func._schema.is_mutable and any(mark.has_pending for mark, _ in wholes.values()):
+        raise RuntimeError(
+            f"A hook changes the gradient of {next(iter(wholes.values()))[0]._name!r} in place, of which the earlier "
+            "micro-batches are reduced already. Sum them first: ZeroStrategy(reduce_at='window')."
+        )
     if func._schema.is_mutable or any(output.alias_info is not None for output in func._schema.returns):
         for mark, values in wholes.values():
             mark.keep(values)

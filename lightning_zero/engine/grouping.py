@@ -8,6 +8,9 @@ from torch import nn
 
 from lightning_zero.config import ZeroConfig
 
+SMALL = 2 * 2**20
+"""Bytes below which a unit costs more in messages than it saves in memory."""
+
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules without a forward of their own: hooks on them would never run."""
 
@@ -51,7 +54,8 @@ def make_units(module: nn.Module, config: ZeroConfig) -> list[UnitSpec]:
     small = UnitSpec("(persistent)", [], persistent=True)
     if config.stage == 3 and config.persistence_threshold:
         _set_apart(small, [root, *specs], config.persistence_threshold)
-    merged = _merge([spec for spec in specs if spec.params], min(config.min_unit_bytes, total // 16))
+    least = min(config.min_unit_bytes, max(total // 16, SMALL))
+    merged = _merge([spec for spec in specs if spec.params], least)
     return [spec for spec in (root, small) if spec.params] + merged
 
 

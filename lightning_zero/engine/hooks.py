@@ -95,7 +95,7 @@ class _GradHook(_Hook):
 
     def __call__(self, param: nn.Parameter) -> None:
         if self.engine is not None:
-            self.engine.grad_ready(self.unit, self.flat, self.index)
+            self.engine.reducer.grad_ready(self.unit, self.flat, self.index)
 
 
 class Hooks:
@@ -126,7 +126,7 @@ class Hooks:
         for unit in self.engine.units:
             for flat in unit.flats:
                 for index, param in enumerate(flat.params):
-                    if param.requires_grad and id(param) not in self._hooked:
+                    if id(param) not in self._hooked and param.requires_grad:
                         flat.unfreeze()
                         hook = _GradHook(self.engine, unit, flat, index)
                         self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]

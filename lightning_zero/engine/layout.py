@@ -37,11 +37,9 @@ class Slot:
     stop: int
     shape: torch.Size
     dims: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements of the parameter."""
-        return self.stop - self.start
+    numel: int
+    in_order: bool
+    """Whether that order is the row-major one."""
 
     def view(self, elements: Tensor) -> Tensor:
         """The parameter's elements (1-D, in the flat buffer's order) in the parameter's shape."""
@@ -50,7 +48,7 @@ class Slot:
 
     def flatten(self, whole: Tensor) -> Tensor:
         """The elements of a tensor of the parameter's shape, 1-D in the flat buffer's order."""
-        return whole.permute(self.dims).reshape(-1)
+        return whole.reshape(-1) if self.in_order else whole.permute(self.dims).reshape(-1)
 
 
 class Layout:
@@ -63,11 +61,20 @@ class Layout:
         for tensor in tensors:
             numel = tensor.numel()
             cursor = self._start(cursor, numel)
-            self.slots.append(Slot(cursor, cursor + numel, tensor.shape, memory_order(tensor)))
+            dims = memory_order(tensor)
+            in_order = dims == tuple(range(tensor.dim()))
+            self.slots.append(Slot(cursor, cursor + numel, tensor.shape, dims, numel, in_order))
             cursor += numel
         self._starts = [slot.start for slot in self.slots]
         self.numel = round_up(cursor, BLOCK * world_size)
         self.shard_numel = self.numel // world_size
+        starts, stops = [*self._starts, self.numel], [0, *(slot.stop for slot in self.slots)]
+        between = list(zip(stops, starts, strict=True))
+        self.gaps = [(stop, start) for stop, start in between if start > stop]
+        """Padding: before, between and behind the slots."""
+        sizes = zip([start - stop for stop, start in between], [*(slot.numel for slot in self.slots), 0], strict=True)
+        self.piece_sizes = [size for pair in sizes for size in pair][:-1]
+        """Lengths of padding and slots in turn: slot i is piece 2i + 1."""
 
     @staticmethod
     def _start(cursor: int, numel: int) -> int:

@@ -6,7 +6,7 @@ is replaced by this rank's part of the master weights, cut into tiles, and ``opt
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,8 +24,8 @@ Locate = Callable[[nn.Parameter], "tuple[Flat, int] | None"]
 State = dict[str, Any]
 
 
-Grads = dict[int, Tensor | None]
-"""By the id of a parameter, this rank's part of its gradient."""
+Grads = dict[int, Tensor]
+"""By the id of a parameter, this rank's part of its gradient, if it has one."""
 
 
 class ShardedOptimizer:
@@ -76,16 +76,27 @@ class ShardedOptimizer:
     def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
         """This rank's parts of the gradients: of sharded ones, and of those that every rank has whole."""
         shared: list[Tensor] = []
-        private: list[Tensor] = []
-        for param in {id(p): p for group in self.optimizer.param_groups for p in group["params"]}.values():
-            home = self.locate(param)
-            if home is not None:
-                own = own_gradient(*home, param)
-                if own is not None:
-                    (private if home[0].owns_all else shared).append(own)
-            elif param.grad is not None:
-                private.append(param.grad.detach())
+        private = [
+            param.grad.detach()
+            for group in self.optimizer.param_groups
+            for param in group["params"]
+            if self.locate(param) is None and param.grad is not None
+        ]
+        for _, flat, _, own in self.own_gradients():
+            (private if flat.owns_all else shared).append(own)
         return shared, private
+
+    def own_gradients(self) -> Iterator[tuple[nn.Parameter, Flat, int, Tensor]]:
+        """The engine's parameters that have a gradient, each with its place and this rank's part of the gradient."""
+        parts: dict[Flat, Sequence[Tensor]] = {}
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                home = self.locate(param)
+                if home is not None and has_gradient(*home, param):
+                    flat, index = home
+                    if flat not in parts and flat.reduced is not None:
+                        parts[flat] = flat.own_parts(flat.reduced)
+                    yield param, flat, index, parts[flat][index]
 
     @torch.no_grad()
     def step(self, **options: Any) -> dict[int, list[int]]:
@@ -100,13 +111,9 @@ class ShardedOptimizer:
         self.adopt_state()
         changed: defaultdict[int, list[int]] = defaultdict(list)
         grads: Grads = {}
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                home = self.locate(param)
-                if home is not None:
-                    own = grads[id(param)] = own_gradient(*home, param)
-                    if own is not None:
-                        changed[id(home[0])].append(home[1])
+        for param, flat, index, own in self.own_gradients():
+            grads[id(param)] = own
+            changed[id(flat)].append(index)
         with self._swapped(grads):
             self.optimizer.step(**options)
         return changed
@@ -137,14 +144,19 @@ class ShardedOptimizer:
         hooks = self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks
         return bool(self.tile_size) and is_stock(self.optimizer) and not hooks
 
-    def _with_grads(self, param: nn.Parameter, grads: "Grads") -> Iterator[Tensor]:
+    def _with_grads(self, param: nn.Parameter, grads: "Grads") -> list[Tensor]:
         """A parameter's tiles, each with its part of the gradient in the masters' dtype."""
-        own, offset = grads.get(id(param)), 0
-        for tile in self.tiles(param):
-            if tile is not param:
-                tile.grad = None if own is None else own[offset : offset + tile.numel()].to(tile.dtype)
-                offset += tile.numel()
-            yield tile
+        tiles, own = self.tiles(param), grads.get(id(param))
+        if own is None:
+            return tiles
+        if len(tiles) == 1:
+            tiles[0].grad = own if own.dtype == tiles[0].dtype else own.to(tiles[0].dtype)
+            return tiles
+        offset = 0
+        for tile in tiles:
+            tile.grad = own[offset : offset + tile.numel()].to(tile.dtype)
+            offset += tile.numel()
+        return tiles
 
     def own_state(self, param: nn.Parameter) -> State:
         """This rank's state of a parameter: 1-D, as long as its part of the masters; other entries as they are."""
@@ -183,9 +195,13 @@ class ShardedOptimizer:
                 for key, value in entries.items()
             }
 
+    def let_go(self) -> None:
+        """Leave the user's object as it was."""
+        self._warning.remove()
+
     def forget_masters(self) -> None:
         """Keep the state, in host memory, but not the masters that it belongs to: the engine has been released."""
-        self._warning.remove()
+        self.let_go()
         for key, (param, _, tiles) in self._tiles.items():
             home = self.locate(param)
             if home is not None:
@@ -211,7 +227,7 @@ def _warn_of_empty_state(optimizer: Optimizer) -> None:
 
 class _TileGroups:
     """An optimizer's groups, cut into groups of about one tile, made one by one: what exists for a group (its
-    gradients in the masters' dtype, what the optimizer allocates) is one tile large.
+    gradients in the masters' dtype, what the optimizer allocates) is about one tile large.
     """
 
     def __init__(self, sharded: ShardedOptimizer, groups: list[dict[str, Any]], grads: Grads) -> None:
@@ -240,19 +256,24 @@ def _drop_grads(tiles: list[Tensor]) -> None:
             tile.grad = None
 
 
-def own_gradient(flat: Flat, index: int, param: nn.Parameter) -> Tensor | None:
-    """This rank's part of a parameter's gradient, in the sum's dtype; None if there is no gradient."""
-    if param.grad is None:
-        return None
-    if not isinstance(param.grad, ShardedGrad):
+def has_gradient(flat: Flat, index: int, param: nn.Parameter) -> bool:
+    """Whether a parameter has a gradient; what the user has written to it, or put in its place, is in the shard then.
+
+    Raises:
+        RuntimeError: it is not reduced yet.
+    """
+    grad, mark = param.grad, flat.marks[index]
+    if grad is None:
+        return False
+    if grad is not mark and not isinstance(grad, ShardedGrad):
         flat.adopt_gradient(index)
-    flat.marks[index].flush()
+    mark.flush()
     if flat.reduced is None or flat.in_local[index]:
         raise RuntimeError(
             f"The gradient of {flat.names[index]!r} is not reduced yet: the accumulation window has not ended. "
             "Step after a backward outside block_backward_sync (no_sync)."
         )
-    return flat.own(flat.reduced, index)
+    return True
 
 
 def _join(values: list[Any], tiles: list[Tensor]) -> Any:

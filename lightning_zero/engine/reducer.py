@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.buffer import Pool
+from lightning_zero.engine.collector import Collector
 from lightning_zero.engine.comm import Communicator
 from lightning_zero.engine.lanes import Handle
+from lightning_zero.engine.modes import unseen
 from lightning_zero.engine.nonfinite import Watch
 from lightning_zero.engine.order import ReductionOrder
 from lightning_zero.engine.unit import Flat, GradState, Unit
@@ -36,7 +38,7 @@ class _InFlight:
 class Reducer:
     """Sums, reduces and hands out gradients, unit by unit, in one order on all ranks.
 
-    A backward's life: :meth:`begin`, :meth:`accumulate` for each gradient, :meth:`end`.
+    A backward's life: :meth:`begin`, :meth:`grad_ready` for each gradient, :meth:`end`.
     """
 
     def __init__(self, units: Sequence[Unit], comm: Communicator, pool: Pool, window: bool, record: Record) -> None:
@@ -44,20 +46,20 @@ class Reducer:
         self.window = window
         self.record = record
         self.active = False
+        self.begin_own: Callable[[], None] = lambda: None
+        """Called where a gradient comes without :meth:`begin`."""
         self.last = True
         self._flats = [flat for unit in units for flat in unit.flats]
         self._order = ReductionOrder(self._share_order)
         self._turn: deque[Unit] = deque()
         self._patience = PATIENCE
-        self.window_open = False
+        self.collector = Collector(pool)
         self.watch = Watch(comm)
-        self._reused: set[Flat] = set()
         self._reused_here: set[Flat] = set()
         self._key = b""
         self._usual: dict[bytes, list[set[int]]] = {}
         self._in_flight: tuple[Unit, list[_InFlight]] | None = None
-        self._launched: set[int] = set()
-        self._opened: set[int] = set()
+        self._last: tuple[Unit, Flat, int] | None = None
 
     def begin(self, last: bool, reused: set[Flat] | None = None) -> None:
         """Start a backward.
@@ -68,8 +70,8 @@ class Reducer:
         """
         self.active, self.last = True, last
         # the same on all ranks, whichever gradients they have: it decides the dtype on the wire
-        self.window_open |= not self.reduces
-        self._launched, self._opened = set(), set()
+        self.collector.window_open |= not self.reduces
+        self.collector.begin()
         self._turn.clear()
         takes = [any(takes_part(flat) for flat in unit.flats) for unit in self.units]
         members = [unit.index for unit, part in zip(self.units, takes, strict=True) if part]
@@ -83,66 +85,57 @@ class Reducer:
         self._reused_here = reused or set()
 
     def _learn_reused(self, bits: Sequence[bool]) -> None:
-        self._reused |= {flat for flat, bit in zip(self._flats, bits, strict=True) if bit}
+        self.collector.reused |= {flat for flat, bit in zip(self._flats, bits, strict=True) if bit}
 
     @property
     def reduces(self) -> bool:
         """Whether this backward's gradients are reduced, not only summed locally."""
         return self.last or not self.window
 
+    def grad_ready(self, unit: Unit, flat: Flat, index: int) -> None:
+        """Autograd has added to a parameter's gradient."""
+        if not self.active:
+            self.begin_own()
+        self._act_on_last()
+        self._last = unit, flat, index
+        hooks = flat.params[index]._post_accumulate_grad_hooks
+        if hooks is None or len(hooks) == 1:
+            self._act_on_last()
+
+    def _act_on_last(self) -> None:
+        """Take note of a gradient; where the user has hooks on it, at the next one: they have all run by then."""
+        if self._last is None:
+            return
+        unit, flat, index = self._last
+        self._last = None
+        if not self.collector.defer(unit, flat, index):
+            self._take(unit, flat, index)
+        if unit.awaited:
+            unit.awaited.discard(id(flat.params[index]))
+            if not unit.awaited:
+                self.ready(unit)
+
+    @unseen
     @torch.no_grad()
-    def accumulate(self, unit: Unit, flat: Flat, index: int) -> bool:
-        """Take a parameter's new gradient over into the unit's; returns whether it was the unit's last awaited one.
-
-        The gradient that autograd has added to ``p.grad`` goes into the flat buffer, and ``p.grad`` becomes the
-        stand-in.
-        """
-        param, mark = flat.params[index], flat.marks[index]
-        grad = param.grad
-        self._open(flat)
-        if grad is mark:
-            grad = mark.take_pending()
-        else:
-            flat.drop(index)
-        if grad is not None:  # a user's hook may have dropped it at once
-            self._add(flat, index, grad)
-            param.grad = mark
-            if unit.index not in self._launched:
-                unit.move_grad(GradState.PARTIAL)
-        was_awaited = bool(unit.awaited)
-        unit.awaited.discard(id(param))
-        return was_awaited and not unit.awaited
-
-    def _add(self, flat: Flat, index: int, grad: Tensor) -> None:
-        """Add to this rank's gradient of a parameter."""
-        slot = flat.slot(self._local(flat), index)
-        dense = grad.to_dense() if grad.layout is not torch.strided else grad.detach()
-        values = flat.layout.slots[index].flatten(dense)
-        if flat.in_local[index]:
-            slot.add_(values)
-        else:
-            slot.copy_(values)
-            flat.in_local[index] = True
-
-    @torch.no_grad()
-    def add_use(self, unit: Unit, flat: Flat, index: int, grad: Tensor) -> None:
-        """Add what one more use of a parameter contributes."""
-        self._open(flat)
-        self._add(flat, index, grad)
-        flat.params[index].grad = flat.marks[index]  # the first use's contribution comes on top
+    def use_ready(self, unit: Unit, flat: Flat, index: int, grad: Tensor) -> None:
+        """Autograd has the gradient of one more use of a parameter."""
+        if not self.active:
+            self.begin_own()
+        self._act_on_last()
         self._reused_here.add(flat)
-        if unit.index not in self._launched:
-            unit.move_grad(GradState.PARTIAL)
+        self.collector.add_use(unit, flat, index, grad)
 
-    def _take_pending(self, flat: Flat) -> None:
-        """What users' hooks have added to ``p.grad`` after the engine's own hook."""
-        for index, mark in enumerate(flat.marks):
-            pending = mark.take_pending()
-            if pending is not None:
-                self._add(flat, index, pending)
+    @unseen
+    @torch.no_grad()
+    def _take(self, unit: Unit, flat: Flat, index: int) -> None:
+        self.collector.take_one(unit, flat, index)
 
+    @unseen
+    @torch.no_grad()
     def ready(self, unit: Unit) -> None:
         """A unit's gradients are in: start its reduction, and of those that waited for it, if it is their turn."""
+        self.record("backward_done", unit.name)
+        self.collector.take(unit)
         if self.reduces:
             self._turn.extend(self.units[index] for index in self._order.ready(unit.index))
             self._launch_in_turn()
@@ -163,14 +156,14 @@ class Reducer:
     @torch.no_grad()
     def end(self, flag: bool = False) -> bool:
         """Reduce what is left and settle which parameters have a gradient; returns whether any rank passed ``flag``."""
+        self._act_on_last()
         self.active = False
+        self.collector.take_all(self._flats)
         if not self.reduces:
             return flag
         for unit in [*self._turn, *(self.units[index] for index in self._order.rest())]:
             self._launch(unit)
         self._finish()
-        for flat in self._flats:
-            self._take_pending(flat)
         *bits, nonfinite, flag = self._union(flag)
         count = len(self._flats)
         present, leftover = bits[: -2 * count], bits[-2 * count : -count]
@@ -185,13 +178,13 @@ class Reducer:
         self._finish()
         self._order.freeze()
         self._hand_out(present)
-        self.window_open = False
+        self.collector.window_open = False
         return flag
 
     def abort(self) -> None:
         """Forget a backward that an exception has ended, with what it had begun to reduce."""
         self.active = False
-        self._in_flight = None
+        self._in_flight = self._last = None
         self._turn.clear()
         for unit in self.units:
             if unit.grad_state is GradState.REDUCING:
@@ -199,27 +192,10 @@ class Reducer:
             for flat in unit.flats:
                 flat.contributed = [False] * len(flat.params)
 
-    def _open(self, flat: Flat) -> None:
-        """At a flat's first use in a backward: forget the earlier gradients that the user has dropped meanwhile."""
-        if id(flat) not in self._opened:
-            self._opened.add(id(flat))
-            for index, (param, mark) in enumerate(zip(flat.params, flat.marks, strict=True)):
-                mark.flush() if param.grad is mark else flat.drop(index)
-            flat.free_dropped()
-
-    def _local(self, flat: Flat) -> Tensor:
-        """The flat buffer that this rank's contributions go to."""
-        if flat.local is None:
-            # several micro-batches or uses are summed in the sum's dtype; a single one travels as it is
-            flat.summing = self.window_open
-            wide = flat.summing or flat in self._reused
-            flat.local = self.pool.empty(flat.layout.numel, flat.dtypes.sum if wide else flat.dtypes.wire)
-        return flat.local
-
     def _launch(self, unit: Unit, flats: Sequence[Flat] | None = None) -> None:
         """Start a unit's reduction, after the end of the one before: there is one receive buffer."""
         self._finish()
-        self._launched.add(unit.index)
+        self.collector.launched.add(unit.index)
         self.record("reduce", unit.name)
         unit.move_grad(GradState.PARTIAL)
         unit.move_grad(GradState.REDUCING)
@@ -228,9 +204,9 @@ class Reducer:
 
     @torch.no_grad()
     def _reduce(self, flat: Flat) -> _InFlight:
-        self._open(flat)
-        self._take_pending(flat)
-        local = self._local(flat)
+        self.collector.open(flat)
+        self.collector.take_pending(flat)
+        local = self.collector.local(flat)
         for index, has in enumerate(flat.in_local):
             if not has:
                 flat.slot(local, index).zero_()

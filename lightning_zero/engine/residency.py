@@ -49,6 +49,8 @@ class Residency:
             unit.handles = []
             unit.move(ParamState.UNSHARDED)
             unguard(unit)
+            for flat in unit.flats:
+                flat.written.restart()
 
     def unshard(self, unit: Unit) -> None:
         """Make a unit readable, now."""

@@ -13,6 +13,7 @@ from lightning_zero.engine.gradient import ShardedGrad
 from lightning_zero.engine.grouping import UnitSpec
 from lightning_zero.engine.lanes import Handle
 from lightning_zero.engine.layout import Layout
+from lightning_zero.engine.written import Written
 
 Param = nn.Parameter
 
@@ -86,10 +87,19 @@ class Flat:
         self.whole, self.owns_all = whole, owns_all
         self.layout = Layout([p.detach() for p in self.params], comm.world_size)
         self.low, self.high = (0, self.layout.numel) if owns_all else self.layout.shard(comm.rank)
+        # of each parameter: what this rank owns of it, in the shard
+        self._own = [
+            (min(max(slot.start, self.low), self.high) - self.low, min(max(slot.stop, self.low), self.high) - self.low)
+            for slot in self.layout.slots
+        ]
+        stops = [0, *(stop for _, stop in self._own)]
+        self._own_sizes = [size for stop, (a, b) in zip(stops, self._own, strict=False) for size in (a - stop, b - a)]
+        self._own_sizes.append(self.high - self.low - stops[-1])
         self.comm, self.pool = comm, pool
         self.buffer = FlatBuffer(self.layout.numel, dtypes.compute, pool)
         self.full = self.buffer.tensor
         self.shard = self._cut()
+        self.written = Written(self.params)
         self.local: Tensor | None = None
         self.summing = False
         self.reduced: Tensor | None = None
@@ -134,14 +144,17 @@ class Flat:
 
     def own_part(self, index: int) -> tuple[int, int]:
         """Start and stop, in ``full``, of what this rank owns of parameter ``index`` (empty: equal)."""
-        slot = self.layout.slots[index]
-        start = min(max(self.low, slot.start), slot.stop)
-        return start, max(min(self.high, slot.stop), start)
+        start, stop = self._own[index]
+        return start + self.low, stop + self.low
 
     def own(self, tensor: Tensor, index: int) -> Tensor:
         """This rank's part of parameter ``index`` in a tensor of the shard's length."""
-        start, stop = self.own_part(index)
-        return tensor[start - self.low : stop - self.low]
+        start, stop = self._own[index]
+        return tensor[start:stop]
+
+    def own_parts(self, tensor: Tensor) -> Sequence[Tensor]:
+        """This rank's parts of all parameters in a tensor of the shard's length."""
+        return tensor.split_with_sizes(self._own_sizes)[1::2]
 
     def slot(self, tensor: Tensor, index: int) -> Tensor:
         """Parameter ``index`` in a tensor of the whole's length, 1-D."""
@@ -160,10 +173,7 @@ class Flat:
 
     @torch.no_grad()
     def keep_writes(self) -> None:
-        """Take what the user wrote into whole parameters over into the shard.
-
-        Versions would tell of writes in place, but not of those through ``p.data``: so the values are compared.
-        """
+        """Take what the user wrote into whole parameters over into the shard."""
         self.take_in()
         own = self.full[self.low : self.high]
         if self.dtypes.compute != self.dtypes.master:
@@ -202,17 +212,15 @@ class Flat:
                 param.grad = None
         self.local = self.reduced = self.backing = None
 
-    def drop(self, index: int) -> None:
-        """Forget the gradient of parameter ``index``."""
-        self.marks[index].forget()
-        self.in_local[index] = False
-        if self.in_reduced[index]:
-            self.in_reduced[index] = False
-            if self.reduced is not None:
+    def drop(self, indices: Sequence[int]) -> None:
+        """Forget the gradients of some parameters, and give back buffers in which nothing is left."""
+        stale = [index for index in indices if self.in_reduced[index]]
+        for index in indices:
+            self.marks[index].forget()
+            self.in_local[index] = self.in_reduced[index] = False
+        if self.reduced is not None and any(self.in_reduced):
+            for index in stale:
                 self.own(self.reduced, index).zero_()
-
-    def free_dropped(self) -> None:
-        """Give back gradient buffers in which nothing is left."""
         if self.local is not None and not any(self.in_local):
             self.pool.free(self.local)
             self.local = None
@@ -227,6 +235,13 @@ class Flat:
         if self.reduced is None:
             return None, False
         return self.own(self.reduced, index), self.high - self.low == self.layout.numel
+
+    @torch.no_grad()
+    def add_local(self, index: int, grad: Tensor) -> None:
+        """Add to this rank's gradient of a parameter, of which it has one."""
+        if self.local is not None:
+            dense = grad.to_dense() if grad.layout is not torch.strided else grad.detach()
+            self.slot(self.local, index).add_(self.layout.slots[index].flatten(dense))
 
     @torch.no_grad()
     def whole_gradient(self, index: int) -> Tensor:
@@ -300,7 +315,8 @@ class Unit:
     def keep_writes(self) -> None:
         """Take what the user wrote into whole parameters over into the shards."""
         for flat in self.flats:
-            flat.keep_writes()
+            if flat.written or flat.escaped:
+                flat.keep_writes()
 
     def move(self, state: ParamState) -> None:
         """Change the parameters' state."""
