@@ -94,7 +94,7 @@ def is_plain(module):
 
 
 def test_public_names():
-    assert lightning_zero.__all__ == ["ZeroConfig", "ZeroStrategy", "__version__", "gathered"]
+    assert lightning_zero.__all__ == ["PeerError", "ZeroConfig", "ZeroStrategy", "__version__", "gathered"]
     assert all(hasattr(lightning_zero, name) for name in lightning_zero.__all__)
 
 

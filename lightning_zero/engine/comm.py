@@ -10,6 +10,7 @@ and gives the same bits for every way of sharding.
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from lightning_zero.engine.lanes import Handle, Lane
+from lightning_zero.engine.lanes import Handle, Lane, Start
 from lightning_zero.engine.peers import Peers
 
 Bounds = Sequence[tuple[int, int]]
@@ -54,22 +55,23 @@ class Communicator:
         lane = self._lanes["reduce" if kind == "reduce" else "gather"]
         if self.nccl:
             if len({stop - start for start, stop in bounds}) == 1:
-                works = [dist.all_gather_single(full, full[low:high], group=lane.group, async_op=True)]
+                gather = partial(dist.all_gather_single, group=lane.group, async_op=True)
+                starts: list[Start] = [partial(gather, full, full[low:high])]
             else:
                 parts = enumerate(bounds)
-                works = [dist.broadcast(full[a:b], rank, group=lane.group, async_op=True) for rank, (a, b) in parts]
-            return lane.submit(works, what)
+                send = partial(dist.broadcast, group=lane.group, async_op=True)
+                starts = [partial(send, full[a:b], rank) for rank, (a, b) in parts]
+            return lane.submit(starts, what)
         tag = lane.tag(what)
         host = full.cpu()  # gloo's messages lie in host memory; on CPU this is the tensor itself
-        works = []
-        with lane.starting(what):
-            for peer in self._peers_in_turn():
-                start, stop = bounds[peer]
-                if stop > start:
-                    works.append(dist.irecv(host[start:stop], peer, lane.group, tag))
-                if high > low:
-                    works.append(dist.isend(host[low:high], peer, lane.group, tag))
-        return lane.submit(works, what, None if host is full else lambda: full.copy_(host))
+        starts = []
+        for peer in self._peers_in_turn():
+            start, stop = bounds[peer]
+            if stop > start:
+                starts.append(lane.receive(host[start:stop], peer, tag))
+            if high > low:
+                starts.append(lane.send(host[low:high], peer, tag))
+        return lane.submit(starts, what, None if host is full else lambda: full.copy_(host))
 
     def reduce_scatter(
         self, out: Tensor, full: Tensor, receive: Tensor, bounds: Bounds, what: str, total: Tensor
@@ -90,18 +92,17 @@ class Communicator:
         if self.nccl:
             sends = [full[start:stop] if rank != self.rank else full[:0] for rank, (start, stop) in enumerate(bounds)]
             receives = [part if rank != self.rank else receive[:0] for rank, part in enumerate(parts)]
-            works = [dist.all_to_all(receives, sends, group=lane.group, async_op=True)]
+            starts: list[Start] = [partial(dist.all_to_all, receives, sends, group=lane.group, async_op=True)]
         else:
             tag = lane.tag(what)
             host = full.cpu()
             parts = [part.cpu() for part in parts]
-            works = []
-            with lane.starting(what):
-                for peer in self._peers_in_turn() if size else ():
-                    start, stop = bounds[peer]
-                    works.append(dist.irecv(parts[peer], peer, lane.group, tag))
-                    works.append(dist.isend(host[start:stop], peer, lane.group, tag))
-        return lane.submit(works, what, lambda: mean_(out, parts, total))
+            starts = []
+            for peer in self._peers_in_turn() if size else ():
+                start, stop = bounds[peer]
+                starts.append(lane.receive(parts[peer], peer, tag))
+                starts.append(lane.send(host[start:stop], peer, tag))
+        return lane.submit(starts, what, lambda: mean_(out, parts, total))
 
     def parts(self, full: Tensor, receive: Tensor, bounds: Bounds) -> list[Tensor]:
         """Where the contributions of all ranks to this rank's part of a reduction lie, in rank order."""
@@ -126,14 +127,13 @@ class Communicator:
         tag = lane.tag("broadcast")
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # bytes: not every dtype can be sent
         host = flat if self.nccl else flat.cpu()
-        with lane.starting("broadcast"):
-            if self.nccl:
-                works = [dist.broadcast(host, src, group=lane.group, async_op=True)]
-            elif self.rank == src:
-                works = [dist.isend(host, peer, lane.group, tag) for peer in self._peers_in_turn()]
-            else:
-                works = [dist.irecv(host, src, lane.group, tag)]
-        lane.submit(works, "broadcast").wait()
+        if self.nccl:
+            starts: list[Start] = [partial(dist.broadcast, host, src, group=lane.group, async_op=True)]
+        elif self.rank == src:
+            starts = [lane.send(host, peer, tag) for peer in self._peers_in_turn()]
+        else:
+            starts = [lane.receive(host, src, tag)]
+        lane.submit(starts, "broadcast").wait()
         if host.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(host.view(tensor.dtype).view(tensor.shape))
 
@@ -143,32 +143,25 @@ class Communicator:
         reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
         lane = self._lanes["control"]
         lane.tag(what)
-        works = []
-        with lane.starting(what):
-            if self.world_size > 1:
-                works.append(dist.all_reduce(tensor, reduce_op, group=lane.group, async_op=True))
-        return lane.submit(works, what)
+        start = partial(dist.all_reduce, tensor, reduce_op, group=lane.group, async_op=True)
+        return lane.submit([start] if self.world_size > 1 else [], what)
 
     def gather_pieces(self, own: Tensor, out: Tensor | None, bounds: Bounds, dst: int, what: str) -> None:
         """Collect every rank's piece of a tensor on rank ``dst``; ``out`` (1-D, CPU) is given there only."""
         lane = self._lanes["control"]
         tag = lane.tag(what)
-        works = []
+        starts = []
         own = own.detach().reshape(-1).cpu()
-        with lane.starting(what):
-            if self.rank != dst:
-                if own.numel():
-                    works.append(dist.isend(own, dst, lane.group, tag))
-                    self._count("other", own.numel())
-            else:
-                if out is None:
-                    raise AssertionError(f"Rank {dst} collects {what}, but gave no tensor for it.")
-                for rank, (start, stop) in enumerate(bounds):
-                    if rank == dst:
-                        out[start:stop].copy_(own)
-                    elif stop > start:
-                        works.append(dist.irecv(out[start:stop], rank, lane.group, tag))
-        lane.submit(works, what).wait()
+        if self.rank != dst and own.numel():
+            starts.append(lane.send(own, dst, tag))
+            self._count("other", own.numel())
+        elif out is not None:
+            for rank, (start, stop) in enumerate(bounds):
+                if rank == dst:
+                    out[start:stop].copy_(own)
+                elif stop > start:
+                    starts.append(lane.receive(out[start:stop], rank, tag))
+        lane.submit(starts, what).wait()
 
     def agree(self, message: str | None) -> None:
         """Raise the same error on all ranks if any of them has one.

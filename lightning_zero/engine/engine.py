@@ -73,7 +73,9 @@ class Engine:
             id(p): (flat, i) for unit in self.units for flat in unit.flats for i, p in enumerate(flat.params)
         }
         self.residency = Residency(self.units, config.prefetch, self.record)
-        self.reducer = Reducer(self.units, comm, self.pool, row.reduce_at == "window", self.record)
+        self.reducer = Reducer(
+            self.units, comm, self.pool, row.reduce_at == "window", config.min_unit_bytes, self.record
+        )
         self.reducer.begin_own = self._begin_own_backward
         raises = config.nonfinite_gradients == "raise"
         self.clipper = Clipper(self.sharded, self._close_window, self.reducer.watch, comm, raises)

@@ -1,21 +1,27 @@
-"""Asynchronous operations and how they are waited for.
+"""Asynchronous operations: how they are started and waited for.
 
-A lane is a process group with a thread that waits for its operations in order. The main thread never waits inside the
-backend: a gloo wait can neither be interrupted nor timed out without closing the connection. It waits for the thread,
-in slices, and between them asks whether the peers can still arrive.
+A lane is a process group with two threads, one that starts its operations and one that waits for them, both in order.
+The main thread does neither inside the backend: starting a message on a busy gloo connection takes a lock that the
+transport holds for long, and a gloo wait can neither be interrupted nor timed out without closing the connection. It
+waits for the threads, in slices, and between them asks whether the peers can still arrive.
 """
 
 import threading
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_zero.engine.peers import Peers
+
+Start = Callable[[], Any]
+"""Starts one operation of the backend and returns its ``Work``."""
 
 SLICE = 1.0
 """Seconds between two looks at the peers."""
@@ -24,9 +30,10 @@ SLICE = 1.0
 class Handle:
     """An operation under way. ``wait`` must be called once its result is needed, from the main thread."""
 
-    def __init__(self, what: str, works: Sequence[Any], finish: Callable[[], Any] | None, lane: "Lane") -> None:
+    def __init__(self, what: str, starts: Sequence[Start], finish: Callable[[], Any] | None, lane: "Lane") -> None:
         self.what = what
-        self.works = works
+        self.starts = list(starts)
+        self.works: list[Any] = []
         self.error: BaseException | None = None
         self.key, self.number = f"{lane.name}:{what}", lane.launched(what)
         self._finish = finish
@@ -50,7 +57,7 @@ class Handle:
         if self.error is not None:
             raise self._lane.peers.lost(self.what, self.error)
         self._done = True
-        self.works = ()
+        self.works = []
         if self._finish is not None:
             self._finish()
             self._finish = None
@@ -59,16 +66,25 @@ class Handle:
         """Whether the result is there within so many seconds. (On NCCL a wait only orders streams: always.)"""
         return not self._lane.blocking or self._arrived.wait(seconds)
 
-    def arrive(self) -> None:
-        """Called by the lane's thread: wait inside the backend."""
-        # works hold tensors: none may be left here when the main thread goes on
-        works, self.works = list(self.works), ()
+    def start(self) -> None:
+        """Start the operation; errors are kept for :meth:`wait`."""
+        # what starts and works hold are tensors: none may be left here when the main thread goes on
+        starts, self.starts = self.starts, []
         try:
-            while works:
+            for start in starts:
+                self.works.append(start())
+        except Exception as error:  # the backend's, when a peer or the process group has gone
+            self.error = error
+
+    def arrive(self) -> None:
+        """Wait inside the backend."""
+        works, self.works = self.works, []
+        try:
+            while works and self.error is None:
                 works.pop(0).wait()
         except BaseException as error:  # handed to the main thread
             self.error = error
-            works.clear()
+        works.clear()
         self._arrived.set()
 
 
@@ -82,9 +98,10 @@ class Lane:
         # NCCL's wait only orders streams: no thread is needed, and its own watchdog ends what hangs
         self.blocking = dist.get_backend(group) == "gloo"
         self._launched: Counter[str] = Counter()
-        self._queue: SimpleQueue[Handle | None] = SimpleQueue()
+        self._submitted: SimpleQueue[Handle | None] = SimpleQueue()
+        self._started: SimpleQueue[Handle | None] = SimpleQueue()
         self._pending: deque[Handle] = deque()
-        self._thread: threading.Thread | None = None
+        self._running = False
 
     def tag(self, what: str) -> int:
         """A message tag for the next operation named ``what``: equal on all ranks, whatever else they do in between."""
@@ -93,29 +110,25 @@ class Lane:
         self.peers.launched(f"{self.name}:{what}", count)
         return (zlib.crc32(what.encode()) ^ (count * 0x9E3779B1)) & 0x3FFFFFFF
 
-    @contextmanager
-    def starting(self, what: str) -> Iterator[None]:
-        """Around calls that start operations: there, too, the backend raises when a peer has gone.
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Start:
+        """Starts to send a 1-D CPU tensor. (The group's own method: what ``dist.isend`` checks costs more than it.)"""
+        return partial(self.group.send, [_real(tensor)], peer, tag)
 
-        Raises:
-            PeerError: in the place of the backend's own error.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            raise self.peers.lost(what, error) from error
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Start:
+        """Starts to receive into a 1-D CPU tensor."""
+        return partial(self.group.recv, [_real(tensor)], peer, tag)
 
-    def submit(self, works: Sequence[Any], what: str, finish: Callable[[], Any] | None = None) -> Handle:
-        """Take charge of operations that have been started; ``finish`` runs in the main thread in ``wait``."""
-        handle = Handle(what, works, finish, self)
-        if not works:
+    def submit(self, starts: Sequence[Start], what: str, finish: Callable[[], Any] | None = None) -> Handle:
+        """Have operations started, and take charge of them; ``finish`` runs in the main thread in ``wait``."""
+        handle = Handle(what, starts, finish, self)
+        if not starts:
             handle._arrived.set()
         elif self.blocking:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"zero-{self.name}", daemon=True)
-                self._thread.start()
+            self._run()
             self._pending.append(handle)
-            self._queue.put(handle)
+            self._submitted.put(handle)
+        else:
+            handle.start()
         return handle
 
     def launched(self, what: str) -> int:
@@ -127,10 +140,27 @@ class Lane:
         return {handle.key: handle.number for handle in list(self._pending)}
 
     def _run(self) -> None:
-        while (handle := self._queue.get()) is not None:
+        """Begin the threads, once."""
+        if not self._running:
+            self._running = True
+            for target in (self._start_all, self._await_all):
+                threading.Thread(target=target, name=f"zero-{self.name}", daemon=True).start()
+
+    def _start_all(self) -> None:
+        while (handle := self._submitted.get()) is not None:
+            handle.start()
+            self._started.put(handle)
+        self._started.put(None)
+
+    def _await_all(self) -> None:
+        while (handle := self._started.get()) is not None:
             handle.arrive()
             self._pending.popleft()
 
     def close(self) -> None:
-        """End the thread when what it waits for has come; the process group lives as long as the process."""
-        self._queue.put(None)
+        """End the threads when what they wait for has come; the process group lives as long as the process."""
+        self._submitted.put(None)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -38,12 +38,18 @@ class _InFlight:
 class Reducer:
     """Sums, reduces and hands out gradients, unit by unit, in one order on all ranks.
 
+    Args:
+        window: whether micro-batches are summed and reduced once.
+        at_once: bytes of gradients that may be under way together; more than that: one unit at a time.
+
     A backward's life: :meth:`begin`, :meth:`grad_ready` for each gradient, :meth:`end`.
     """
 
-    def __init__(self, units: Sequence[Unit], comm: Communicator, pool: Pool, window: bool, record: Record) -> None:
+    def __init__(
+        self, units: Sequence[Unit], comm: Communicator, pool: Pool, window: bool, at_once: int, record: Record
+    ) -> None:
         self.units, self.comm, self.pool = units, comm, pool
-        self.window = window
+        self.window, self._at_once = window, at_once
         self.record = record
         self.active = False
         self.begin_own: Callable[[], None] = lambda: None
@@ -58,7 +64,7 @@ class Reducer:
         self._reused_here: set[Flat] = set()
         self._key = b""
         self._usual: dict[bytes, list[set[int]]] = {}
-        self._in_flight: tuple[Unit, list[_InFlight]] | None = None
+        self._in_flight: deque[tuple[Unit, list[_InFlight]]] = deque()
         self._last: tuple[Unit, Flat, int] | None = None
 
     def begin(self, last: bool, reused: set[Flat] | None = None) -> None:
@@ -141,15 +147,17 @@ class Reducer:
             self._launch_in_turn()
 
     def _launch_in_turn(self) -> None:
-        """Start the reductions whose turn it is, each after the one before has arrived: there is one receive buffer.
+        """Start the reductions whose turn it is, each after those before have arrived, but for small ones.
 
         A rank with another graph may reduce only at its backward's end, and may need this rank's shards to get there:
         so this rank waits for a while, not for ever. The less often that pays, the shorter it waits.
         """
         while self._turn:
-            if self._in_flight is not None and not all(p.handle.arrives(self._patience) for p in self._in_flight[1]):
-                self._patience /= 4
-                return
+            while self._in_flight and not self._fits(self._turn[0]):
+                if not all(part.handle.arrives(self._patience) for part in self._in_flight[0][1]):
+                    self._patience /= 4
+                    return
+                self._finish()
             self._launch(self._turn.popleft())
         self._patience = min(2 * self._patience, PATIENCE)
 
@@ -163,7 +171,7 @@ class Reducer:
             return flag
         for unit in [*self._turn, *(self.units[index] for index in self._order.rest())]:
             self._launch(unit)
-        self._finish()
+        self._finish_all()
         *bits, nonfinite, flag = self._union(flag)
         count = len(self._flats)
         present, leftover = bits[: -2 * count], bits[-2 * count : -count]
@@ -175,7 +183,7 @@ class Reducer:
             flats = [flat for flat in unit.flats if id(flat) in late]
             if flats:
                 self._launch(unit, flats)
-        self._finish()
+        self._finish_all()
         self._order.freeze()
         self._hand_out(present)
         self.collector.window_open = False
@@ -184,7 +192,8 @@ class Reducer:
     def abort(self) -> None:
         """Forget a backward that an exception has ended, with what it had begun to reduce."""
         self.active = False
-        self._in_flight = self._last = None
+        self._in_flight.clear()
+        self._last = None
         self._turn.clear()
         for unit in self.units:
             if unit.grad_state is GradState.REDUCING:
@@ -193,14 +202,15 @@ class Reducer:
                 flat.contributed = [False] * len(flat.params)
 
     def _launch(self, unit: Unit, flats: Sequence[Flat] | None = None) -> None:
-        """Start a unit's reduction, after the end of the one before: there is one receive buffer."""
-        self._finish()
+        """Start a unit's reduction, after the end of those before, but for small ones."""
+        while self._in_flight and not self._fits(unit):
+            self._finish()
         self.collector.launched.add(unit.index)
         self.record("reduce", unit.name)
         unit.move_grad(GradState.PARTIAL)
         unit.move_grad(GradState.REDUCING)
         chosen = [flat for flat in unit.flats if takes_part(flat)] if flats is None else flats
-        self._in_flight = unit, [self._reduce(flat) for flat in chosen]
+        self._in_flight.append((unit, [self._reduce(flat) for flat in chosen]))
 
     @torch.no_grad()
     def _reduce(self, flat: Flat) -> _InFlight:
@@ -222,13 +232,18 @@ class Reducer:
         handle = self.comm.reduce_scatter(mean, local, receive, bounds, f"reduction of {flat.name}", total)
         return _InFlight(flat, handle, local, summing, receive, mean, total)
 
+    def _fits(self, unit: Unit) -> bool:
+        """Whether the unit's reduction may be under way beside the others: one is, and what is small altogether."""
+        return unit.nbytes + sum(other.nbytes for other, _ in self._in_flight) <= self._at_once
+
+    def _finish_all(self) -> None:
+        while self._in_flight:
+            self._finish()
+
     @torch.no_grad()
     def _finish(self) -> None:
-        """Wait for the reduction in flight and add its result to the unit's shard."""
-        if self._in_flight is None:
-            return
-        unit, parts = self._in_flight
-        self._in_flight = None
+        """Wait for the oldest reduction in flight and add its result to the unit's shard."""
+        unit, parts = self._in_flight.popleft()
         for part in parts:
             part.handle.wait()
             sources = self.comm.parts(part.local, part.receive, part.flat.layout.shards())

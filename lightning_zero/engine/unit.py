@@ -310,6 +310,8 @@ class Unit:
         self.grad_state = GradState.EMPTY
         self.handles: list[Handle] = []
         self.active = 0
+        self.nbytes = sum(flat.layout.numel * flat.dtypes.sum.itemsize for flat in flats)
+        """Of the unit's gradients, in the sum's dtype."""
         self.awaited: set[int] = set()
 
     def keep_writes(self) -> None:
