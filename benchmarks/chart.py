@@ -25,7 +25,8 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(12, 1.8 + 0.4 * len(rows)), layout="constrained")
     ratio, sent, peak = figure.subplots(1, 3, sharey=True)
     _bars(ratio, rows, [row["ratio"] for row in rows], f"step time, {rows[0]['strategy']} = 1", "{:.2f}")
-    ratio.errorbar([row["ratio"] for row in rows], range(len(rows)), xerr=_errors(rows), fmt="none", color="black")
+    under = [number + 0.25 for number in range(len(rows))]  # the label
+    ratio.errorbar([row["ratio"] for row in rows], under, xerr=_errors(rows), fmt="none", color="black")
     ratio.axvline(1, color="black", linewidth=0.8, linestyle=":")
     _bars(sent, rows, [row["sent"] / MB for row in rows], "sent by a rank in a step, MB", "{:,.1f}")
     _bars(peak, rows, [row["peak"] / MB for row in rows], "peak memory of a rank, MB", "{:,.0f}")
