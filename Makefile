@@ -13,7 +13,7 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt.py zero=stage3 compare=[ddp]
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -547,7 +547,7 @@ class ManuallyClipped(Clipped):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("name", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("name", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.full), "16-mixed"])
 @pytest.mark.parametrize("how", ["norm", "value"])
 @pytest.mark.parametrize("kind", [Clipped, ManuallyClipped])
 def test_clipping_is_the_formula_to_the_bit(rank, world_size, kind, how, name, tmp_path):
@@ -582,7 +582,7 @@ class ClippedByFabricsName(ManuallyClipped):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("norm_type", [1, 2, 3.0, math.inf])
+@pytest.mark.parametrize("norm_type", [pytest.param(1, marks=pytest.mark.full), 2, 3.0, math.inf])
 def test_norms_of_any_order(rank, world_size, norm_type, tmp_path):
     for stage in (0, 1, 3):
         model = ClippedByFabricsName()
