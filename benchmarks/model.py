@@ -1,4 +1,7 @@
-"""The models and the data, the same for every strategy; only FSDP2 needs a method of its own, ``configure_model``."""
+"""The models and the data, the same for every strategy; only FSDP2 needs a method of its own, ``configure_model``.
+
+Nothing is shared with the examples: figures must not change because a demo does.
+"""
 
 import torch
 import torch.nn.functional as F

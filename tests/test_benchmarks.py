@@ -37,7 +37,6 @@ def test_ratios_are_taken_within_rounds():
     assert second.split() == ["zero3", "26.5000", "2.0000", "2.000", "1.50-2.50", "1.5", "4.0", "0.25000"]
 
 
-@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="memory and traffic are read from Linux' /proc")
 def test_smallest_comparison_runs(tmp_path):
     sizes = ["--case", "small", "--dim", "16", "--layers", "1", "--steps", "2", "--rounds", "1"]

@@ -56,7 +56,11 @@ def test_body_gets_parametrisations_and_fixtures(rank, world_size, value, tmp_pa
     assert tmp_path.is_dir()
 
 
-@pytest.mark.xfail(strict=True, reason="the assertion in the body must reach pytest")
 @distributed(world_size=2)
-def test_body_that_fails_fails_the_test(rank, world_size):
-    assert rank == 0
+def only_rank_0(rank, world_size):
+    assert rank == 0, "said by the body"
+
+
+def test_body_that_fails_fails_the_test():
+    with pytest.raises(pytest.fail.Exception, match="rank 1 failed(.|\n)*said by the body"):
+        only_rank_0(world_size=2)

@@ -3,21 +3,21 @@
 The life of a unit
 ==================
 
-A module is cut into **units** (``grouping``). A unit's parameters are views of flat buffers (``unit.Flat``, ``layout``)
-whose memory comes and goes (``buffer``); each rank keeps 1/N of it, its **shard**, with the master weights. The
-**stage** (``stages``) says what is sharded.
+A module is cut into **units** (``grouping``, ``build``). A unit's parameters are views of flat buffers (``unit.Flat``,
+``layout``, ``dtypes``) whose memory comes and goes (``buffer``); each rank keeps 1/N of it, its **shard**, with the
+master weights. The **stage** (``stages``) says what is sharded.
 
 1. *pre-forward* (``hooks``): the unit is unsharded (``residency``), and the next one in the recorded order (``trace``)
    is gathered ahead.
-2. *post-forward*: it is resharded. What autograd saved of it is a place, not bytes (``net``); a Python read of a
-   parameter that is not there meets the guard (``guard``).
+2. *post-forward*: it is resharded; what the user has written to it is kept (``written``). What autograd saved of it is
+   a place, not bytes (``net``); a Python read of a parameter that is not there meets the guard (``guard``).
 3. *pre-backward*: autograd asks for a saved weight, and the unit is unsharded, the one before it gathered ahead.
-4. *gradients ready* (``reducer``): each gradient is copied into the unit's flat gradient; when the last one is in, the
-   reduction starts, in an order that is the same on all ranks (``order``), and the unit is resharded.
+4. *gradients ready* (``collector``, ``reuse``): gradients are copied into the unit's flat gradient; when the last one
+   is in, the reduction starts (``reducer``), in an order that is the same on all ranks (``order``).
 5. *backward end*: what is left is reduced, ranks agree on which parameters have a gradient, and ``p.grad`` stands for
    it (``gradient``).
-6. *step* (``optim``, ``elementwise``, ``norm``): the user's optimizer runs on the shards; whole parameters are gathered
-   again.
+6. *step* (``clipping``, ``nonfinite``, ``norm``; ``optim``, ``elementwise``): gradients are checked, unscaled and
+   clipped, and the user's optimizer runs on the shards; whole parameters are gathered again.
 
 ``comm`` (with ``lanes`` and ``peers``) is the only file that talks to other ranks; ``state`` turns shards into whole
 values and back.
