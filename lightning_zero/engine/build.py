@@ -46,7 +46,7 @@ def build_units(
         unit = Unit(index, spec, flats, sharded)
         for flat in flats:
             for number, param in enumerate(flat.params):
-                param._zero_place = Place(owner, unit, flat, number, type(param))  # type: ignore[attr-defined]
+                param._zero_place = Place(owner, unit, flat, number)  # type: ignore[attr-defined]
         if sharded:
             guard(unit)
             unit.move(ParamState.SHARDED)

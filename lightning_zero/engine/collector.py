@@ -4,12 +4,15 @@ A large gradient is copied into its unit's buffer at once, while it is in the ca
 gradient of the unit and are taken together: a call each would cost more than the copy.
 """
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_zero.engine.buffer import Pool
+from lightning_zero.engine.guard import Place
+from lightning_zero.engine.layout import Slot
 from lightning_zero.engine.unit import Flat, GradState, Unit
 
 SMALL = 4 * 1024
@@ -30,36 +33,29 @@ class Collector:
         self.launched: set[int] = set()
         """Units whose reduction has begun in this backward."""
         self._opened: set[Flat] = set()
-        self._waiting: dict[Unit, list[tuple[Flat, int]]] = {}
+        self._waiting: defaultdict[Unit, list[Place]] = defaultdict(list)
 
     def begin(self) -> None:
         """A backward begins."""
         self.launched = set()
         self._opened = set()
-        self._waiting = {}
+        self._waiting.clear()
 
-    def defer(self, unit: Unit, flat: Flat, index: int) -> bool:
-        """Note that autograd has added to ``p.grad``; returns whether it may wait. Runs no operation."""
-        if flat.layout.slots[index].numel > SMALL:
-            return False
-        waiting = self._waiting.get(unit)
-        if waiting is None:
-            waiting = self._waiting[unit] = []
-        waiting.append((flat, index))
-        return True
+    def defer(self, place: Place) -> None:
+        """Note that autograd has added to ``p.grad``. Runs no operation."""
+        self._waiting[place.unit].append(place)
 
     def take(self, unit: Unit) -> None:
         """Copy the unit's waiting gradients into its buffers; ``p.grad`` becomes the stand-in."""
-        fresh: dict[Flat, dict[int, Tensor]] = {}
-        for flat, index in self._waiting.pop(unit, ()):
+        fresh: defaultdict[Flat, dict[int, Tensor]] = defaultdict(dict)
+        for place in self._waiting.pop(unit, ()):
+            flat, index, grad = place.flat, place.index, place.param.grad
             self.open(flat)
-            param = flat.params[index]
-            grad = param.grad
             plain = grad is not None and grad is not flat.marks[index] and grad.layout is torch.strided
             if grad is not None and plain and not flat.in_local[index]:
-                fresh.setdefault(flat, {})[index] = grad.detach()
+                fresh[flat][index] = grad
             else:
-                self.take_one(unit, flat, index)
+                self.take_one(place)
         for flat, grads in fresh.items():
             self._take_fresh(unit, flat, grads)
 
@@ -72,29 +68,27 @@ class Collector:
 
     def take_pending(self, flat: Flat) -> None:
         """What users' hooks have added to ``p.grad`` after the engine's own hook."""
-        for index, mark in enumerate(flat.marks):
-            if mark.has_pending:
-                self._add(flat, index, mark.take_pending())
+        for index in sorted(flat.noted):
+            self._add(flat, index, flat.marks[index].take_pending())
 
-    def add_use(self, unit: Unit, flat: Flat, index: int, grad: Tensor) -> None:
+    def add_use(self, place: Place, grad: Tensor) -> None:
         """Add what one more use of a parameter contributes."""
+        flat, index = place.flat, place.index
         self.open(flat)
         self._add(flat, index, grad)
-        flat.params[index].grad = flat.marks[index]  # the first use's contribution comes on top
-        self._partial(unit)
+        place.param.grad = flat.marks[index]  # the first use's contribution comes on top
+        self._partial(place.unit)
 
     def open(self, flat: Flat) -> None:
         """At a flat's first use in a backward: forget the earlier gradients that the user has dropped meanwhile."""
         if flat in self._opened:
             return
         self._opened.add(flat)
-        dropped = []
-        for index, (param, mark) in enumerate(zip(flat.params, flat.marks, strict=True)):
-            if param.grad is mark:
-                mark.flush()
-            else:
-                dropped.append(index)
-        flat.drop(dropped)
+        kept = [param.grad is mark for param, mark in zip(flat.params, flat.marks, strict=True)]
+        for index in flat.noted:
+            if kept[index]:
+                flat.marks[index].flush()
+        flat.drop([index for index, keeps in enumerate(kept) if not keeps])
 
     def local(self, flat: Flat) -> Tensor:
         """The flat buffer that this rank's contributions go to."""
@@ -107,10 +101,10 @@ class Collector:
                 torch._foreach_zero_([flat.local[start:stop] for start, stop in flat.layout.gaps])
         return flat.local
 
-    def take_one(self, unit: Unit, flat: Flat, index: int) -> None:
+    def take_one(self, place: Place) -> None:
         """Copy one gradient into its unit's buffer."""
-        param, mark = flat.params[index], flat.marks[index]
-        grad = param.grad
+        flat, index, param = place.flat, place.index, place.param
+        mark, grad = flat.marks[index], param.grad
         self.open(flat)
         if grad is mark:
             grad = mark.take_pending()
@@ -119,14 +113,13 @@ class Collector:
         if grad is not None:  # a user's hook may have dropped it at once
             self._add(flat, index, grad)
             param.grad = mark
-            self._partial(unit)
+            self._partial(place.unit)
 
     def _take_fresh(self, unit: Unit, flat: Flat, grads: dict[int, Tensor]) -> None:
-        pieces = self.local(flat).split_with_sizes(flat.layout.piece_sizes)
-        slots = flat.layout.slots
-        torch._foreach_copy_(
-            [pieces[2 * index + 1] for index in grads], [slots[index].flatten(grad) for index, grad in grads.items()]
-        )
+        local, slots = self.local(flat), flat.layout.slots
+        for run in _neighbours(sorted(grads), slots):
+            pieces = [slots[index].flatten(grads[index]) for index in run]
+            torch.cat(pieces, out=local[slots[run[0]].start : slots[run[-1]].stop])
         for index in grads:
             flat.in_local[index] = True
             flat.params[index].grad = flat.marks[index]
@@ -146,3 +139,15 @@ class Collector:
     def _partial(self, unit: Unit) -> None:
         if unit.index not in self.launched:
             unit.move_grad(GradState.PARTIAL)
+
+
+def _neighbours(indices: Iterable[int], slots: Sequence[Slot]) -> Iterator[list[int]]:
+    """Runs of slots with no gap between them: one copy each."""
+    run: list[int] = []
+    for index in indices:
+        if run and slots[run[-1]].stop != slots[index].start:
+            yield run
+            run = []
+        run.append(index)
+    if run:
+        yield run

@@ -69,7 +69,7 @@ class Engine:
         self.pool = Pool(comm.device)
         self.units = build_units(module, config, comm, self.pool, compute_dtype, owner=self)
         # outlives the release: the optimizer state is still asked for then
-        self._homes = {
+        self.homes = {
             id(p): (flat, i) for unit in self.units for flat in unit.flats for i, p in enumerate(flat.params)
         }
         self.residency = Residency(self.units, config.prefetch, self.record)
@@ -241,7 +241,7 @@ class Engine:
         """
         if id(optimizer) not in self._optimizers:
             check_elementwise(optimizer)
-            self._optimizers[id(optimizer)] = ShardedOptimizer(optimizer, self.locate, self.config.tile_size)
+            self._optimizers[id(optimizer)] = ShardedOptimizer(optimizer, self.homes, self.config.tile_size)
         return self._optimizers[id(optimizer)]
 
     def forget_optimizers(self) -> None:
@@ -296,7 +296,7 @@ class Engine:
 
     def locate(self, param: nn.Parameter) -> tuple[Flat, int] | None:
         """The flat buffer and index of a parameter; None if it is not the engine's."""
-        return self._homes.get(id(param))
+        return self.homes.get(id(param))
 
     @contextmanager
     def gathered(self, module: nn.Module, modifier_rank: int | None = 0) -> Iterator[None]:

@@ -50,6 +50,11 @@ class ShardedGrad(Tensor):
         """Whether something has been added that nobody has taken over."""
         return self._pending is not None
 
+    @property
+    def holds_something(self) -> bool:
+        """Whether the shard does not have everything yet."""
+        return self._pending is not None or self._whole is not None
+
     def take_pending(self) -> Tensor | None:
         """What autograd, or a user's hook, has just added; the caller takes it over."""
         pending, self._pending = self._pending, None
@@ -59,6 +64,7 @@ class ShardedGrad(Tensor):
         if not isinstance(value, Tensor) or value.shape != self.shape:
             value = torch.as_tensor(value, dtype=self.dtype, device=self.device).expand(self.shape)
         value = value if alpha == 1 else alpha * value
+        self._flat.noted.add(self._index)
         self._pending = value if self._pending is None else self._pending + value
 
     def whole(self) -> Tensor:
@@ -72,6 +78,7 @@ class ShardedGrad(Tensor):
     def keep(self, values: Tensor) -> None:
         """Somebody may write to ``values``, which is the whole gradient."""
         if self._whole is None:
+            self._flat.noted.add(self._index)
             self._whole = (values, values.clone())
 
     def flush(self) -> None:

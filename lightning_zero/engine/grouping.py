@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_zero.config import ZeroConfig
 
-SMALL = 2 * 2**20
+SMALL = 8 * 2**20
 """Bytes below which a unit costs more in messages than it saves in memory."""
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_zero.engine.unit import Flat, Unit
 
@@ -25,10 +25,13 @@ class Owner(Protocol):
 class Place:
     """Where a parameter belongs; it hangs on the parameter as ``_zero_place``."""
 
-    __slots__ = ("flat", "index", "owner", "plain", "unit")
+    __slots__ = ("flat", "index", "numel", "owner", "param", "plain", "unit")
 
-    def __init__(self, owner: Owner, unit: Unit, flat: Flat, index: int, plain: type[nn.Parameter]) -> None:
-        self.owner, self.unit, self.flat, self.index, self.plain = owner, unit, flat, index, plain
+    def __init__(self, owner: Owner, unit: Unit, flat: Flat, index: int) -> None:
+        self.owner, self.unit, self.flat, self.index = owner, unit, flat, index
+        self.param = flat.params[index]
+        self.plain = type(self.param)
+        self.numel = flat.layout.slots[index].numel
 
     @property
     def name(self) -> str:

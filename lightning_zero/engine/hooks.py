@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zero.engine.unit import Flat, Unit
+from lightning_zero.engine.guard import Place
+from lightning_zero.engine.unit import Unit
 
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import Engine
@@ -85,17 +86,15 @@ class _LeaveScope(_EnterScope):
 
 
 class _GradHook(_Hook):
-    unit: Unit
-    flat: Flat
-    index: int
+    place: Place
 
-    def __init__(self, engine: Engine, unit: Unit, flat: Flat, index: int) -> None:
+    def __init__(self, engine: Engine, place: Place) -> None:
         super().__init__(engine)
-        self.unit, self.flat, self.index = unit, flat, index
+        self.place = place
 
     def __call__(self, param: nn.Parameter) -> None:
         if self.engine is not None:
-            self.engine.reducer.grad_ready(self.unit, self.flat, self.index)
+            self.engine.reducer.grad_ready(self.place)
 
 
 class Hooks:
@@ -125,10 +124,10 @@ class Hooks:
         """Hook parameters that have become trainable since the last call."""
         for unit in self.engine.units:
             for flat in unit.flats:
-                for index, param in enumerate(flat.params):
+                for param in flat.params:
                     if id(param) not in self._hooked and param.requires_grad:
                         flat.unfreeze()
-                        hook = _GradHook(self.engine, unit, flat, index)
+                        hook = _GradHook(self.engine, param._zero_place)  # type: ignore[attr-defined]
                         self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
                         self._hooked.add(id(param))
 

@@ -48,6 +48,8 @@ class Slot:
 
     def flatten(self, whole: Tensor) -> Tensor:
         """The elements of a tensor of the parameter's shape, 1-D in the flat buffer's order."""
+        if len(self.dims) == 1:
+            return whole
         return whole.reshape(-1) if self.in_order else whole.permute(self.dims).reshape(-1)
 
 

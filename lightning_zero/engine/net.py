@@ -47,7 +47,8 @@ class Net(torch.autograd.graph.saved_tensors_hooks):
         if home is None or tensor.dtype != home[1].dtypes.compute or tensor.is_conj() or tensor.is_neg():
             return _Kept(tensor.detach(), tensor._version)
         unit, flat = home
-        return _Where(unit, flat, tensor.size(), tensor.stride(), int(tensor.storage_offset()), _versions(flat, tensor))
+        size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        return _Where(unit, flat, size, stride, offset, _versions(flat, size, stride, offset))
 
     @unseen
     def _unpack(self, saved: _Kept | _Where) -> Tensor:
@@ -66,12 +67,10 @@ class Net(torch.autograd.graph.saved_tensors_hooks):
                     "is, by an optimizer step or in place: run the forward again after a step."
                 )
         self._need(saved.unit)
-        with torch.no_grad():
-            return saved.flat.full.as_strided(saved.size, saved.stride, saved.offset)
+        return saved.flat.full.as_strided(saved.size, saved.stride, saved.offset)
 
 
-def _versions(flat: Flat, tensor: Tensor) -> tuple[tuple[int, int], ...]:
+def _versions(flat: Flat, size: Sequence[int], stride: Sequence[int], first: int) -> tuple[tuple[int, int], ...]:
     """The versions of the parameters that a view begins and ends in."""
-    first = int(tensor.storage_offset())
-    last = first + sum(int((n - 1) * s) for n, s in zip(tensor.size(), tensor.stride(), strict=True) if n)
-    return tuple((i, flat.params[i]._version) for i in flat.layout.touched(first, last))
+    last = first + sum([(n - 1) * s for n, s in zip(size, stride, strict=True) if n])
+    return tuple([(i, flat.params[i]._version) for i in flat.layout.touched(first, last)])

@@ -6,9 +6,9 @@ is replaced by this rank's part of the master weights, cut into tiles, and ``opt
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,23 @@ from lightning_zero.engine.gradient import ShardedGrad
 from lightning_zero.engine.layout import Slot
 from lightning_zero.engine.unit import Flat
 
-Locate = Callable[[nn.Parameter], "tuple[Flat, int] | None"]
+Homes = Mapping[int, tuple[Flat, int]]
+"""By the id of a parameter, its flat buffer and its index there."""
+
 State = dict[str, Any]
 
 
 Grads = dict[int, Tensor]
 """By the id of a parameter, this rank's part of its gradient, if it has one."""
+
+
+class _Tiles(NamedTuple):
+    """A parameter's tiles, and what they are cut from."""
+
+    param: nn.Parameter
+    flat: Flat | None
+    shard: Tensor
+    tiles: list[Tensor]
 
 
 class ShardedOptimizer:
@@ -35,12 +46,12 @@ class ShardedOptimizer:
     A 0-dim entry (``step``) is the same in all tiles of a parameter.
     """
 
-    def __init__(self, optimizer: Optimizer, locate: Locate, tile_size: int) -> None:
+    def __init__(self, optimizer: Optimizer, homes: Homes, tile_size: int) -> None:
         self.optimizer = optimizer
-        self.locate = locate
+        self.homes = homes
         self.tile_size = tile_size
         self.state: defaultdict[Tensor, State] = defaultdict(dict)
-        self._tiles: dict[int, tuple[nn.Parameter, Tensor, list[Tensor]]] = {}  # with what they are cut from
+        self._tiles: dict[int, _Tiles] = {}
         self.adopt_state()
         self._warning = optimizer.register_state_dict_pre_hook(_warn_of_empty_state)
 
@@ -55,11 +66,15 @@ class ShardedOptimizer:
         """This rank's part of a parameter's master weights, cut at multiples of the tile size; one empty tile if there
         is none.
         """
-        home = self.locate(param)
-        shard = param if home is None else home[0].shard
-        if id(param) not in self._tiles or self._tiles[id(param)][1] is not shard:
-            self._tiles[id(param)] = param, shard, [param] if home is None else self._cut(*home)
-        return self._tiles[id(param)][2]
+        known = self._tiles.get(id(param))
+        if known is None or (known.flat is not None and known.flat.shard is not known.shard):
+            home = self.homes.get(id(param))
+            if home is None:
+                known = _Tiles(param, None, param, [param])
+            else:
+                known = _Tiles(param, home[0], home[0].shard, self._cut(*home))
+            self._tiles[id(param)] = known
+        return known.tiles
 
     def _cut(self, flat: Flat, index: int) -> list[Tensor]:
         return [flat.shard[a - flat.low : b - flat.low] for a, b in self._bounds(flat, index)]
@@ -80,7 +95,7 @@ class ShardedOptimizer:
             param.grad.detach()
             for group in self.optimizer.param_groups
             for param in group["params"]
-            if self.locate(param) is None and param.grad is not None
+            if self.homes.get(id(param)) is None and param.grad is not None
         ]
         for _, flat, _, own in self.own_gradients():
             (private if flat.owns_all else shared).append(own)
@@ -91,12 +106,13 @@ class ShardedOptimizer:
         parts: dict[Flat, Sequence[Tensor]] = {}
         for group in self.optimizer.param_groups:
             for param in group["params"]:
-                home = self.locate(param)
-                if home is not None and has_gradient(*home, param):
-                    flat, index = home
-                    if flat not in parts and flat.reduced is not None:
-                        parts[flat] = flat.own_parts(flat.reduced)
-                    yield param, flat, index, parts[flat][index]
+                if param.grad is None or (home := self.homes.get(id(param))) is None:
+                    continue
+                flat, index = home
+                settle_gradient(flat, index, param)
+                if flat not in parts and flat.reduced is not None:
+                    parts[flat] = flat.own_parts(flat.reduced)
+                yield param, flat, index, parts[flat][index]
 
     @torch.no_grad()
     def step(self, **options: Any) -> dict[int, list[int]]:
@@ -124,17 +140,18 @@ class ShardedOptimizer:
         optimizer = self.optimizer
         groups, own = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
         state, optimizer.state = optimizer.state, self.state
-        tiles: list[Tensor] = []
+        tiles: list[tuple[nn.Parameter, Tensor]] = []
         try:
             if self._may_tile():
                 optimizer.param_groups = _TileGroups(self, groups, grads)  # type: ignore[assignment]
             else:
                 for group in groups:
-                    group["params"] = [tile for param in group["params"] for tile in self._with_grads(param, grads)]
-                    tiles += group["params"]
+                    cut = [(param, tile) for param in group["params"] for tile in self._with_grads(param, grads)]
+                    group["params"] = [tile for _, tile in cut]
+                    tiles += cut
             yield
         finally:
-            _drop_grads(tiles)
+            _drop_grads(tile for param, tile in tiles if tile is not param)
             optimizer.param_groups, optimizer.state = groups, state
             for group, params in zip(groups, own, strict=True):
                 group["params"] = params
@@ -144,7 +161,7 @@ class ShardedOptimizer:
         hooks = self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks
         return bool(self.tile_size) and is_stock(self.optimizer) and not hooks
 
-    def _with_grads(self, param: nn.Parameter, grads: "Grads") -> list[Tensor]:
+    def _with_grads(self, param: nn.Parameter, grads: Grads) -> list[Tensor]:
         """A parameter's tiles, each with its part of the gradient in the masters' dtype."""
         tiles, own = self.tiles(param), grads.get(id(param))
         if own is None:
@@ -181,7 +198,7 @@ class ShardedOptimizer:
         """Overwrite a parameter's state from whole tensors of the parameter's shape (other entries are copied to all
         tiles).
         """
-        home = self.locate(param)
+        home = self.homes.get(id(param))
         tiles = self.tiles(param)
         if home is None:
             self.state[param] = dict(entries)
@@ -202,14 +219,13 @@ class ShardedOptimizer:
     def forget_masters(self) -> None:
         """Keep the state, in host memory, but not the masters that it belongs to: the engine has been released."""
         self.let_go()
-        for key, (param, _, tiles) in self._tiles.items():
-            home = self.locate(param)
-            if home is not None:
+        for key, (param, flat, _, tiles) in self._tiles.items():
+            if flat is not None:
                 ghosts = [torch.empty_like(tile, device="meta") for tile in tiles]
                 for tile, ghost in zip(tiles, ghosts, strict=True):
                     if tile in self.state:
                         self.state[ghost] = tree_map_only(Tensor, Tensor.cpu, self.state.pop(tile))
-                self._tiles[key] = param, home[0].shard, ghosts
+                self._tiles[key] = _Tiles(param, flat, flat.shard, ghosts)
 
     def nbytes(self) -> int:
         """Bytes of the state on this rank."""
@@ -236,44 +252,45 @@ class _TileGroups:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for group in self.groups:
             batch: list[Tensor] = []
+            given: list[Tensor] = []
             size = 0
             for param in group["params"]:
                 for tile in self.sharded._with_grads(param, self.grads):
-                    if batch and size + tile.numel() > self.sharded.tile_size:
+                    numel = tile.numel()
+                    if batch and size + numel > self.sharded.tile_size:
                         yield {**group, "params": batch}
-                        _drop_grads(batch)
-                        batch, size = [], 0
+                        _drop_grads(given)
+                        batch, given, size = [], [], 0
                     batch.append(tile)
-                    size += tile.numel()
+                    size += numel
+                    if tile is not param:  # a parameter of the user's own keeps its gradient
+                        given.append(tile)
             if batch:
                 yield {**group, "params": batch}
-                _drop_grads(batch)
+                _drop_grads(given)
 
 
-def _drop_grads(tiles: list[Tensor]) -> None:
+def _drop_grads(tiles: Iterable[Tensor]) -> None:
     for tile in tiles:
-        if not isinstance(tile, nn.Parameter):
-            tile.grad = None
+        tile.grad = None
 
 
-def has_gradient(flat: Flat, index: int, param: nn.Parameter) -> bool:
-    """Whether a parameter has a gradient; what the user has written to it, or put in its place, is in the shard then.
+def settle_gradient(flat: Flat, index: int, param: nn.Parameter) -> None:
+    """What the user has written to a gradient, or put in its place, goes into the shard.
 
     Raises:
         RuntimeError: it is not reduced yet.
     """
     grad, mark = param.grad, flat.marks[index]
-    if grad is None:
-        return False
     if grad is not mark and not isinstance(grad, ShardedGrad):
         flat.adopt_gradient(index)
-    mark.flush()
+    if index in flat.noted:
+        mark.flush()
     if flat.reduced is None or flat.in_local[index]:
         raise RuntimeError(
             f"The gradient of {flat.names[index]!r} is not reduced yet: the accumulation window has not ended. "
             "Step after a backward outside block_backward_sync (no_sync)."
         )
-    return True
 
 
 def _join(values: list[Any], tiles: list[Tensor]) -> Any:

@@ -1,5 +1,6 @@
 """Gradients: from autograd's contributions to reduced shards."""
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,8 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.buffer import Pool
-from lightning_zero.engine.collector import Collector
+from lightning_zero.engine.collector import SMALL, Collector
 from lightning_zero.engine.comm import Communicator
+from lightning_zero.engine.guard import Place
 from lightning_zero.engine.lanes import Handle
 from lightning_zero.engine.modes import unseen
 from lightning_zero.engine.nonfinite import Watch
@@ -65,7 +67,7 @@ class Reducer:
         self._key = b""
         self._usual: dict[bytes, list[set[int]]] = {}
         self._in_flight: deque[tuple[Unit, list[_InFlight]]] = deque()
-        self._last: tuple[Unit, Flat, int] | None = None
+        self._last: Place | None = None
 
     def begin(self, last: bool, reused: set[Flat] | None = None) -> None:
         """Start a backward.
@@ -98,43 +100,49 @@ class Reducer:
         """Whether this backward's gradients are reduced, not only summed locally."""
         return self.last or not self.window
 
-    def grad_ready(self, unit: Unit, flat: Flat, index: int) -> None:
+    def grad_ready(self, place: Place) -> None:
         """Autograd has added to a parameter's gradient."""
         if not self.active:
             self.begin_own()
-        self._act_on_last()
-        self._last = unit, flat, index
-        hooks = flat.params[index]._post_accumulate_grad_hooks
-        if hooks is None or len(hooks) == 1:
+        if self._last is not None:
             self._act_on_last()
+        hooks = place.param._post_accumulate_grad_hooks
+        if hooks is None or len(hooks) == 1:
+            self._act_on(place)
+        else:
+            self._last = place  # the user's hooks run after the engine's
 
     def _act_on_last(self) -> None:
-        """Take note of a gradient; where the user has hooks on it, at the next one: they have all run by then."""
-        if self._last is None:
-            return
-        unit, flat, index = self._last
-        self._last = None
-        if not self.collector.defer(unit, flat, index):
-            self._take(unit, flat, index)
+        """Take note of the gradient whose parameter has hooks of the user: they have all run by now."""
+        if self._last is not None:
+            place, self._last = self._last, None
+            self._act_on(place)
+
+    def _act_on(self, place: Place) -> None:
+        unit = place.unit
+        if place.numel <= SMALL:
+            self.collector.defer(place)
+        else:
+            self._take(place)
         if unit.awaited:
-            unit.awaited.discard(id(flat.params[index]))
+            unit.awaited.discard(id(place.param))
             if not unit.awaited:
                 self.ready(unit)
 
     @unseen
     @torch.no_grad()
-    def use_ready(self, unit: Unit, flat: Flat, index: int, grad: Tensor) -> None:
+    def use_ready(self, place: Place, grad: Tensor) -> None:
         """Autograd has the gradient of one more use of a parameter."""
         if not self.active:
             self.begin_own()
         self._act_on_last()
-        self._reused_here.add(flat)
-        self.collector.add_use(unit, flat, index, grad)
+        self._reused_here.add(place.flat)
+        self.collector.add_use(place, grad)
 
     @unseen
     @torch.no_grad()
-    def _take(self, unit: Unit, flat: Flat, index: int) -> None:
-        self.collector.take_one(unit, flat, index)
+    def _take(self, place: Place) -> None:
+        self.collector.take_one(place)
 
     @unseen
     @torch.no_grad()
@@ -297,18 +305,19 @@ class Reducer:
 
     def _hand_out(self, present: list[bool]) -> None:
         """Set ``p.grad``: the stand-in where any rank has a gradient, None elsewhere; learn what is usual."""
-        place = 0
+        start = 0
         usual: list[set[int]] = []
         for unit in self.units:
             usual.append(set())
             for flat in unit.flats:
-                for index, (param, mark) in enumerate(zip(flat.params, flat.marks, strict=True)):
-                    if present[place]:
-                        flat.in_reduced[index] = True
-                        usual[-1].add(id(param))
-                        param.grad = mark
-                    place += 1
-                flat.contributed = [False] * len(flat.params)
+                count = len(flat.params)
+                has = present[start : start + count]
+                flat.in_reduced = [a or b for a, b in zip(flat.in_reduced, has, strict=True)]
+                for param, mark in itertools.compress(zip(flat.params, flat.marks, strict=True), has):
+                    param.grad = mark
+                usual[-1].update(map(id, itertools.compress(flat.params, has)))
+                flat.contributed = [False] * count
+                start += count
         self._usual[self._key] = usual
 
     def _share_order(self, order: list[int]) -> list[int]:

@@ -117,7 +117,10 @@ class Residency:
         if not unit.sharded or unit.is_root:
             self.unshard(unit)
             return
-        ahead = self.trace.visit(self.kind(), unit.index, self.prefetch)
+        kind = self.kind()
+        if unit.state is ParamState.UNSHARDED and self.trace.is_current(kind, unit.index):
+            return
+        ahead = self.trace.visit(kind, unit.index, self.prefetch)
         self.launch(unit)
         self._make_room(unit)
         for index in ahead:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_zero.engine.guard import Place
 from lightning_zero.engine.residency import in_backward
-from lightning_zero.engine.unit import Flat, Unit
+from lightning_zero.engine.unit import Flat
 
-Arrived = Callable[[Unit, Flat, int, Tensor], None]
+Arrived = Callable[[Place, Tensor], None]
 
 
 class Reuse:
@@ -92,7 +93,7 @@ class Reuse:
         self._aliased.add(place.flat)
         return alias
 
-    def _take(self, place: Any, alias: Tensor) -> None:
+    def _take(self, place: Place, alias: Tensor) -> None:
         grad, alias.grad = alias.grad, None
         if grad is not None:
-            self._arrived(place.unit, place.flat, place.index, grad)
+            self._arrived(place, grad)

@@ -110,7 +110,7 @@ def _whole_state(
     what: str,
     unsharded: Mapping[str, bool],
 ) -> State:
-    home = sharded.locate(param)
+    home = sharded.homes.get(id(param))
     own = sharded.own_state(param)
     if home is None:
         return own

@@ -43,6 +43,11 @@ class Trace:
                 return place + 1
         return order.index(unit) + 1 if unit in order else start
 
+    def is_current(self, kind: Pass, unit: int) -> bool:
+        """Whether the unit was the last one to be used."""
+        now = self._now[kind]
+        return bool(now) and now[-1] == unit
+
     def is_last(self, kind: Pass, unit: int) -> bool:
         """Whether nothing is expected after this unit."""
         order = self._last[kind]

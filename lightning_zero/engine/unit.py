@@ -68,6 +68,7 @@ class Flat:
         aliases: leaves over parameters' memory that stand for further uses of them (see ``reuse``).
         in_local, contributed, in_reduced: per parameter, whether ``local`` / the reduction under way / ``reduced``
             holds a gradient.
+        marks: per parameter, the stand-in for its gradient; ``noted`` are those that may hold something themselves.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Flat:
         self.in_reduced = [False] * len(self.params)
         self.aliases: list[Param] = []
         self.marks = [ShardedGrad(p, self, i) for i, p in enumerate(self.params)]
+        self.noted: set[int] = set()
 
     @property
     def aliased(self) -> bool:
@@ -214,9 +216,11 @@ class Flat:
 
     def drop(self, indices: Sequence[int]) -> None:
         """Forget the gradients of some parameters, and give back buffers in which nothing is left."""
+        for index in self.noted.intersection(indices):
+            self.marks[index].forget()
+        self.noted = {index for index in self.noted if self.marks[index].holds_something}
         stale = [index for index in indices if self.in_reduced[index]]
         for index in indices:
-            self.marks[index].forget()
             self.in_local[index] = self.in_reduced[index] = False
         if self.reduced is not None and any(self.in_reduced):
             for index in stale:
