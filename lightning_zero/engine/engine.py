@@ -133,9 +133,13 @@ class Engine:
             # both: a training step may hold forwards without gradients (a teacher)
             self.residency.trace.begin("train")
             self.residency.trace.begin("eval")
-        for unit in self.units:
-            if unit.is_root or not unit.modules:
-                self.residency.unshard(unit)
+        always = [unit for unit in self.units if unit.is_root or not unit.modules]
+        for unit in always:
+            self.residency.launch(unit)
+        if on_all_ranks and not in_backward():
+            self.residency.launch_first()
+        for unit in always:
+            self.residency.unshard(unit)
 
     @unseen
     def pre_forward(self, unit: Unit) -> None:

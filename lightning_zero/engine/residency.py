@@ -128,6 +128,13 @@ class Residency:
                 self.launch(self.units[index])
         self.unshard(unit)
 
+    def launch_first(self) -> None:
+        """A forward begins, on all ranks: gather what it is expected to use first."""
+        first = [self.units[index] for index in self.trace.expected(self.kind()) if not self.units[index].is_root]
+        for unit in first[: self.prefetch and 1]:
+            if unit.sharded:
+                self.launch(unit)
+
     def _make_room(self, unit: Unit) -> None:
         """Free what the pass has left behind.
 

@@ -43,6 +43,10 @@ class Trace:
                 return place + 1
         return order.index(unit) + 1 if unit in order else start
 
+    def expected(self, kind: Pass) -> list[int]:
+        """The units that the pass is expected to use, in order."""
+        return self._last[kind]
+
     def is_current(self, kind: Pass, unit: int) -> bool:
         """Whether the unit was the last one to be used."""
         now = self._now[kind]
