@@ -5,11 +5,12 @@ Importing this package registers the strategies ``zero1``, ``zero2`` and ``zero3
 
 __version__ = "0.1.0"
 
+from lightning_zero.callbacks import ZeroMonitor
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import PeerError, gathered
 from lightning_zero.registry import register_everywhere
 from lightning_zero.strategy import ZeroStrategy
 
-__all__ = ["PeerError", "ZeroConfig", "ZeroStrategy", "__version__", "gathered"]
+__all__ = ["PeerError", "ZeroConfig", "ZeroMonitor", "ZeroStrategy", "__version__", "gathered"]
 
 register_everywhere()

@@ -1,6 +1,7 @@
 """What Lightning calls to save and to load: the strategy's part, and the plugin for local files."""
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_zero import host
 from lightning_zero.checkpoint import full
 from lightning_zero.engine import Communicator, Engine
+from lightning_zero.engine.materialize import assign_state, is_meta
 from lightning_zero.precision import raw_optimizer
 
 if TYPE_CHECKING:
@@ -55,10 +57,17 @@ class CheckpointMethods(_Base):
         """The whole module's state on rank 0, ``{}`` on the others. Collective."""
         if self._lost:
             raise RuntimeError("The last run ended with an exception: its weights cannot be collected.")
+        self._say_what_happened()
         if self._engine is None or self._comm is None:
             state = super().lightning_module_state_dict()
             return state if self.is_global_zero else {}
         return full.module_state(self._module, self._engine, self._comm.rank)
+
+    def _say_what_happened(self) -> None:
+        """A callback saves because of an exception (``save_on_exception``): should the others not, they learn why."""
+        error = sys.exc_info()[1]
+        if error is not None and self._comm is not None and self._module.trainer.state.status == "interrupted":
+            self._comm.peers.trouble = f"{type(error).__name__}: {error}"
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state of an optimizer, in torch's format, on rank 0; ``{}`` on the others. Collective."""
@@ -77,6 +86,8 @@ class CheckpointMethods(_Base):
         """
         if self._engine is not None and self._sharded is self.model:
             full.load_module_state(self._module, self._engine, checkpoint["state_dict"], strict)
+        elif is_meta(self._module):
+            assign_state(self._module, checkpoint["state_dict"], strict)
         else:
             super().load_model_state_dict(checkpoint, strict=strict)
 

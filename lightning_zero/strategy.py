@@ -1,22 +1,25 @@
 """The strategy: Lightning's calls, in Lightning's order, each a few lines that delegate to the engine."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero import between_steps, host
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engine import Communicator, Engine, check_elementwise
+from lightning_zero.engine import Communicator, Engine, PeerError, check_elementwise
+from lightning_zero.engine.materialize import is_meta
 from lightning_zero.engine.norm import GradientNorm
 from lightning_zero.engine.unit import ParamState
 from lightning_zero.precision import ZeroPrecision, adapt, raw_optimizer
 from lightning_zero.saving import CheckpointMethods, LocalCheckpointIO, is_stand_in
+from lightning_zero.steps import StepMethods
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
 
 
-class ZeroMethods(CheckpointMethods):
+class ZeroMethods(StepMethods, CheckpointMethods):
     """What a ZeRO strategy does differently from ``ddp``; mixed into the ``DDPStrategy`` of a Lightning namespace.
 
     The launcher, the environment, samplers and collectives on the default process group are inherited.
@@ -63,7 +66,6 @@ class ZeroMethods(CheckpointMethods):
         self._sharded: nn.Module | None = None  # the module of _engine
         self._fit_engine: Engine | None = None  # keeps the optimizer state of the last fit for later saves
         self._shut_out: Callable[[], None] | None = None  # takes back what lets callbacks read parameters
-        self._predicting = False  # until this rank has served the others
         self._last_backward = True
         self._failed = False  # the last run ended with an exception on this rank
         self._lost = False  # and left the module sharded
@@ -138,13 +140,17 @@ class ZeroMethods(CheckpointMethods):
             raise RuntimeError("The strategy is set up by a Trainer, which connects an accelerator and a module first.")
         accelerator.setup(trainer)
         fitting = trainer.state.fn == "fit"
-        self._predicting = trainer.state.fn == "predict"
+        self._begin_steps(trainer)
         attached = self._engine is not None and self._sharded is model
         if not attached:
             if fitting and self._layer_sync:
                 self.model = model = self._layer_sync.apply(model)
             self._zero_precision.convert_module(model)
-            self.model_to_device()
+            if is_meta(model):
+                self._attach(model)  # before the optimizers are made: the whole need not fit into memory
+                attached = True
+            else:
+                self.model_to_device()
         if fitting:
             self._reset_optimizers_and_schedulers()
             if self._engine is not None:
@@ -179,6 +185,15 @@ class ZeroMethods(CheckpointMethods):
         else:
             host.move_buffers(self.model, self.root_device)
 
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Where ``configure_model`` and ``Trainer.init_module`` make tensors: in host memory, and without values on
+        ``meta`` where the parameters will be sharded (they are materialised unit by unit, see ``engine.materialize``).
+        """
+        empty = torch.device("meta") if self.config.stage == 3 else _EmptyInit()
+        with empty if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
     def setup_optimizers(self, trainer: "Trainer") -> None:
         """Call ``configure_optimizers``.
 
@@ -193,41 +208,6 @@ class ZeroMethods(CheckpointMethods):
     def engine(self) -> Engine | None:
         """The engine of the run in progress (memory, traffic, events); None between runs."""
         return self._engine
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's ``training_step``."""
-        with self._running.forward():
-            return super().training_step(*args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's ``validation_step``."""
-        with self._running.forward():
-            return super().validation_step(*args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's ``test_step``."""
-        with self._running.forward():
-            return super().test_step(*args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's ``predict_step``. Ranks may have different numbers of batches: Lightning does not fill up."""
-        engine = self._running
-        with engine.uneven.step(), engine.forward():
-            output = super().predict_step(*args, **kwargs)
-        if getattr(self._module.trainer.predict_loop.batch_progress, "is_last_batch", False):
-            self._stay_for_others()
-        return output
-
-    def on_predict_end(self) -> None:
-        """The loop is over."""
-        super().on_predict_end()
-        self._stay_for_others()
-
-    def _stay_for_others(self) -> None:
-        """Serve the ranks that have more batches, once, before any hook in which ranks may wait for one another."""
-        if self._predicting:
-            self._predicting = False
-            self._running.uneven.finish()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -288,6 +268,9 @@ class ZeroMethods(CheckpointMethods):
         super().on_exception(exception)
         self._failed = True
         if self._comm is not None:
+            words = self._comm.peers.last_words()
+            if words and not isinstance(exception, PeerError):
+                exception.add_note(words)
             self._comm.fail(f"{type(exception).__name__}: {exception}")
 
     def teardown(self) -> None:

@@ -73,7 +73,9 @@ def trainer(rank, world_size, folder, strategy, **kwargs):
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
     kwargs = {"max_epochs": 1, "enable_checkpointing": False, **kwargs}
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return Trainer(accelerator="cpu", devices=world_size, strategy=strategy, default_root_dir=folder, **quiet, **kwargs)
+    return Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy, default_root_dir=folder, **{**quiet, **kwargs}
+    )
 
 
 def fitted(rank, world_size, folder, strategy, model=None, **kwargs):
@@ -94,7 +96,14 @@ def is_plain(module):
 
 
 def test_public_names():
-    assert lightning_zero.__all__ == ["PeerError", "ZeroConfig", "ZeroStrategy", "__version__", "gathered"]
+    assert lightning_zero.__all__ == [
+        "PeerError",
+        "ZeroConfig",
+        "ZeroMonitor",
+        "ZeroStrategy",
+        "__version__",
+        "gathered",
+    ]
     assert all(hasattr(lightning_zero, name) for name in lightning_zero.__all__)
 
 

@@ -50,7 +50,7 @@ class ZeroConfig:
 
     min_unit_bytes: int = 16 * MIB
     """Neighbouring units smaller than this are merged; so that small models have units, too, at least 1/16 of the model
-    or 2 MiB is enough. Reductions of small units run beside one another up to this many bytes.
+    or 8 MiB is enough. Reductions of small units run beside one another up to this many bytes.
     """
 
     max_unit_bytes: int = 512 * MIB

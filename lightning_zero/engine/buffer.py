@@ -122,7 +122,7 @@ class FlatBuffer:
     def __init__(self, numel: int, dtype: torch.dtype, pool: Pool) -> None:
         self.pool = pool
         self.nbytes = numel * dtype.itemsize
-        self.tensor = torch.empty(numel, dtype=dtype, device=pool.device)
+        self.tensor = pool.empty(numel, dtype)
         self.storage = self.tensor.untyped_storage()
         self.allocated = True
         self._nan = pool.nan.storage(self.nbytes) if pool.nan is not None and numel else None

@@ -1,6 +1,6 @@
 """From a plain module to units: flat buffers that hold its parameters, each with its place in the engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from lightning_zero.engine.comm import Communicator
 from lightning_zero.engine.dtypes import Dtypes, dtypes_of
 from lightning_zero.engine.grouping import UnitSpec, make_units
 from lightning_zero.engine.guard import Owner, Place, guard
+from lightning_zero.engine.materialize import Materializer, is_meta
 from lightning_zero.engine.stages import stage_row
 from lightning_zero.engine.unit import Flat, ParamState, Unit
 
@@ -28,22 +29,25 @@ def build_units(
     """Move the parameters of ``module`` into units, rank 0's values everywhere. Collective.
 
     A sharded unit gives its whole parameters back before the next one is built: a module on the host never has to fit
-    on the device.
+    on the device, and one on ``meta`` never on the host.
 
     Raises:
-        ValueError: a parameter has no values or no storage yet.
+        ValueError: a parameter has no values, and nothing gives it any.
     """
     for name, param in module.named_parameters():
-        if isinstance(param, nn.parameter.UninitializedParameter) or param.is_meta:
-            raise ValueError(f"Parameter {name!r} has no values yet: initialise lazy and meta modules first.")
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ValueError(f"Parameter {name!r} has no shape yet: run the lazy module once first.")
     row = stage_row(config.stage, config.reduce_at)  # type: ignore[arg-type]
-    units = []
-    for index, spec in enumerate(make_units(module, config)):
+    specs = make_units(module, config)
+    units: dict[int, Unit] = {}
+    turns: Iterable[int] = Materializer(module, specs).units() if is_meta(module) else range(len(specs))
+    for index in turns:
+        spec = specs[index]
         sharded = row.shard_parameters and not spec.persistent
         flats = []
         for name, dtypes, trained, params in _groups(spec, config, compute_dtype):
             flats.append(Flat(name, params, dtypes, trained, comm, pool, not sharded, not row.shard_optimizer))
-        unit = Unit(index, spec, flats, sharded)
+        unit = units[index] = Unit(index, spec, flats, sharded)
         for flat in flats:
             for number, param in enumerate(flat.params):
                 param._zero_place = Place(owner, unit, flat, number)  # type: ignore[attr-defined]
@@ -52,8 +56,7 @@ def build_units(
             unit.move(ParamState.SHARDED)
             for flat in flats:
                 flat.buffer.release()
-        units.append(unit)
-    return units
+    return [units[index] for index in range(len(specs))]
 
 
 def _groups(

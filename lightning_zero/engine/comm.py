@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from lightning_zero.engine.lanes import Handle, Lane, Start
+from lightning_zero.engine.outside import Outside
 from lightning_zero.engine.peers import Peers
 
 Bounds = Sequence[tuple[int, int]]
@@ -36,6 +37,9 @@ class Communicator:
         self.device = device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.traffic = dict.fromkeys(("gather", "reduce", "control", "other"), 0)
+        """Elements that this rank has sent, by the kind of operation."""
+        self.sent_bytes = dict.fromkeys(self.traffic, 0)
+        """The same in bytes."""
         self.nccl = device.type == "cuda" and "nccl" in dist.get_backend_config()
         backend = "nccl" if self.nccl else "gloo"
         self.peers = Peers(distributed_c10d._get_default_store(), self.rank, self.world_size)
@@ -43,6 +47,7 @@ class Communicator:
         self._lanes = {
             name: Lane(name, dist.new_group(backend=backends[name], timeout=timeout), self.peers) for name in backends
         }
+        self._outside = Outside(self.peers) if self.world_size > 1 and not self.nccl else None
         self._closed = False
 
     def all_gather(self, full: Tensor, bounds: Bounds, what: str, kind: str = "gather") -> Handle:
@@ -51,7 +56,7 @@ class Communicator:
         ``what`` names the operation in errors and keeps ranks that have parted from mixing up messages.
         """
         low, high = bounds[self.rank]
-        self._count(kind, (high - low) * (self.world_size - 1))
+        self._count(kind, (high - low) * (self.world_size - 1), full.dtype)
         lane = self._lanes["reduce" if kind == "reduce" else "gather"]
         if self.nccl:
             if len({stop - start for start, stop in bounds}) == 1:
@@ -86,7 +91,7 @@ class Communicator:
         """
         low, high = bounds[self.rank]
         size = high - low
-        self._count("reduce", sum(b - a for a, b in bounds) - size)
+        self._count("reduce", sum(b - a for a, b in bounds) - size, full.dtype)
         lane = self._lanes["reduce"]
         parts = self.parts(full, receive, bounds)
         if self.nccl:
@@ -122,7 +127,7 @@ class Communicator:
         """Overwrite ``tensor`` with rank ``src``'s, in place."""
         if self.world_size == 1 or not tensor.numel():
             return
-        self._count("other", tensor.numel() if self.rank == src else 0)
+        self._count("other", tensor.numel() if self.rank == src else 0, tensor.dtype)
         lane = self._lanes["gather"]
         tag = lane.tag("broadcast")
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # bytes: not every dtype can be sent
@@ -139,7 +144,7 @@ class Communicator:
 
     def all_reduce(self, tensor: Tensor, op: str, what: str) -> Handle:
         """Reduce a small CPU tensor in place; ``op`` is ``"max"`` or ``"sum"``. Asynchronous."""
-        self._count("control", tensor.numel())
+        self._count("control", tensor.numel(), tensor.dtype)
         reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
         lane = self._lanes["control"]
         lane.tag(what)
@@ -154,7 +159,7 @@ class Communicator:
         own = own.detach().reshape(-1).cpu()
         if self.rank != dst and own.numel():
             starts.append(lane.send(own, dst, tag))
-            self._count("other", own.numel())
+            self._count("other", own.numel(), own.dtype)
         elif out is not None:
             for rank, (start, stop) in enumerate(bounds):
                 if rank == dst:
@@ -206,12 +211,19 @@ class Communicator:
         if self._closed:
             return
         self._closed = True
+        if self._outside is not None:
+            self._outside.close()
         for lane in self._lanes.values():
             lane.close()
 
-    def _count(self, kind: str, elements: int) -> None:
+    def waited(self) -> dict[str, float]:
+        """Seconds that the main thread has waited, by lane. (On NCCL a wait only orders streams, and takes none.)"""
+        return {name: lane.waited for name, lane in self._lanes.items()}
+
+    def _count(self, kind: str, elements: int, dtype: torch.dtype) -> None:
         if self.world_size > 1:
             self.traffic[kind] += elements
+            self.sent_bytes[kind] += elements * dtype.itemsize
 
 
 def mean_(out: Tensor, parts: Sequence[Tensor], total: Tensor) -> None:

@@ -1,5 +1,6 @@
 """The engine: one module, sharded over the ranks of a communicator."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -62,6 +63,8 @@ class Engine:
         self._stray_forward_context = stray_forward_context
         self.events: list[tuple[Any, ...]] | None = None
         self.steps = 0
+        self.step_seconds = 0.0
+        """In optimizers' steps, altogether (on CUDA: to launch them)."""
         self.released = False
         self._depth = 0
         self._optimizers: dict[int, ShardedOptimizer] = {}
@@ -69,9 +72,7 @@ class Engine:
         self.pool = Pool(comm.device)
         self.units = build_units(module, config, comm, self.pool, compute_dtype, owner=self)
         # outlives the release: the optimizer state is still asked for then
-        self.homes = {
-            id(p): (flat, i) for unit in self.units for flat in unit.flats for i, p in enumerate(flat.params)
-        }
+        self.homes = {id(p): (flat, i) for unit in self.units for flat in unit.flats for i, p in enumerate(flat.params)}
         self.residency = Residency(self.units, config.prefetch, self.record)
         self.reducer = Reducer(
             self.units, comm, self.pool, row.reduce_at == "window", config.min_unit_bytes, self.record
@@ -266,7 +267,9 @@ class Engine:
         self._close_window()
         self._settle()
         self.clipper.check_finite(optimizer)
+        begin = time.perf_counter()
         changed = self.sharded(optimizer).step(**options)
+        self.step_seconds += time.perf_counter() - begin
         self.steps += 1
         self.comm.at(self.steps)
         for unit in self.units:

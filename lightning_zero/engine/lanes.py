@@ -7,6 +7,7 @@ waits for the threads, in slices, and between them asks whether the peers can st
 """
 
 import threading
+import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -50,7 +51,9 @@ class Handle:
         if self._done:
             return
         if self._lane.blocking and not self._arrived.is_set():
+            begin = time.perf_counter()
             self._lane.peers.wait(self._arrived, self.what, self.number, self._lane.unfinished, SLICE)
+            self._lane.waited += time.perf_counter() - begin
         elif not self._lane.blocking:
             for work in self.works:
                 work.wait()
@@ -97,6 +100,8 @@ class Lane:
         self.peers = peers
         # NCCL's wait only orders streams: no thread is needed, and its own watchdog ends what hangs
         self.blocking = dist.get_backend(group) == "gloo"
+        self.waited = 0.0
+        """Seconds that the main thread has waited for operations of this lane."""
         self._launched: Counter[str] = Counter()
         self._submitted: SimpleQueue[Handle | None] = SimpleQueue()
         self._started: SimpleQueue[Handle | None] = SimpleQueue()

@@ -30,6 +30,8 @@ class Peers:
         self._store = PrefixStore(f"lightning_zero/{Peers._generation}", store)
         self.rank, self.world_size = rank, world_size
         self.step = 0
+        self.trouble = ""
+        """Why this rank does what the others do not expect, if it knows."""
         self._counts: Counter[str] = Counter()
         self._published = False
 
@@ -63,13 +65,33 @@ class Peers:
             now = self._positions()
             self._raise_failed(what, now)
             if now == before and self.rank in stuck(now):
-                words = self._describe(now)
+                words = self.describe(now)
                 self.fail(words)  # a peer may only see the connection close, and then finds these
                 raise PeerError(words)
             before = now
         if self._published:
+            self.go_on()
+
+    def outside(self, where: str) -> list[Position | None]:
+        """Say that this rank waits at a place outside the engine; returns all positions."""
+        here = {f"outside:{where}": 1}
+        launched = {**self._counts, **here}
+        self._publish({"waits": where, "number": 1, "step": self.step, "unfinished": here, "launched": launched})
+        return self._positions()
+
+    def go_on(self) -> None:
+        """Say that this rank waits no more."""
+        with suppress(RuntimeError):
             self._publish({"waits": None, "step": self.step})
-            self._published = False
+        self._published = False
+
+    def last_words(self) -> str:
+        """What other ranks have said when they failed; empty if none has."""
+        try:
+            positions = self._positions()
+        except RuntimeError:
+            return ""
+        return _join_failures(positions, self.rank)
 
     def fail(self, message: str) -> None:
         """Leave word that this rank has failed."""
@@ -104,6 +126,7 @@ class Peers:
             threading.Event().wait(0.5)
 
     def _publish(self, position: Position) -> None:
+        position["trouble"] = f" after {self.trouble}" if self.trouble else ""
         self._store.set(str(self.rank), json.dumps(position))
         self._published = True
 
@@ -112,14 +135,14 @@ class Peers:
         return [json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys]
 
     def _raise_failed(self, what: str, positions: list[Position | None]) -> None:
-        failed = {rank: p["failed"] for rank, p in enumerate(positions) if p and "failed" in p and rank != self.rank}
-        if failed:
-            words = "; ".join(f"rank {rank} failed: {text}" for rank, text in failed.items())
+        words = _join_failures(positions, self.rank)
+        if words:
             raise PeerError(f"Rank {self.rank} cannot go on with {what!r} in step {self.step}: {words}")
 
-    def _describe(self, positions: list[Position | None]) -> str:
+    def describe(self, positions: list[Position | None]) -> str:
+        """In words, where all ranks are that wait."""
         lines = [
-            f"  rank {r}: waits for {p['waits']!r} (number {p['number']}) in step {p['step']}"
+            f"  rank {r}: waits for {p['waits']!r} (number {p['number']}) in step {p['step']}{p['trouble']}"
             for r, p in enumerate(positions)
             if p and p.get("waits")
         ]
@@ -128,6 +151,11 @@ class Peers:
             "look for a branch, a batch or an exception that only some of them have."
         )
         return "\n".join(["The ranks have parted and cannot meet:", *lines, advice])
+
+
+def _join_failures(positions: list[Position | None], own: int) -> str:
+    failed = {rank: p["failed"] for rank, p in enumerate(positions) if p and "failed" in p and rank != own}
+    return "; ".join(f"rank {rank} failed: {text}" for rank, text in failed.items())
 
 
 def stuck(positions: list[Position | None]) -> set[int]:

@@ -41,6 +41,8 @@ class ZeroPrecision(_Precision):
     engine: Engine | None = None
     scaler: torch.amp.GradScaler | None = None
     plain_class: type[_Precision]
+    skipped_steps = 0
+    """How many steps have been skipped because gradients overflew."""
     _undo_buffers: Callable[[], None] | None = None
 
     def attach(self, engine: Engine, device: torch.device) -> None:
@@ -129,6 +131,8 @@ class ZeroPrecision(_Precision):
         self._after_closure(module, optimizer)
         if overflow is None:
             self.engine.step(raw_optimizer(optimizer), **options)
+        else:
+            self.skipped_steps += 1
         for scheduler in schedulers if overflow is not None else ():
             if getattr(scheduler, "optimizer", None) is raw_optimizer(optimizer):
                 hold(scheduler)

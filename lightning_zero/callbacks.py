@@ -1,0 +1,123 @@
+"""What ZeRO does, seen: memory, traffic, waits, norms and loss scale, through the Trainer's loggers."""
+
+import resource
+import sys
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch.optim import Optimizer
+
+from lightning_zero.engine import Engine
+from lightning_zero.engine.norm import total_norm
+from lightning_zero.precision import raw_optimizer
+from lightning_zero.strategy import ZeroMethods
+
+
+class ZeroMonitor(Callback):
+    """Logs what the engine holds and does, of rank 0, every so many optimizer steps.
+
+    ===============================================  ==================================================================
+    ``zero/{parameters,master,gradients,             bytes of each kind of state on this rank at present (``buffers``:
+    optimizer,buffers}_bytes``                       free memory that the engine keeps for reuse)
+    ``zero/peak_bytes``                              most bytes at one time: allocated on a GPU, resident on a CPU
+    ``zero/sent_{gather,reduce,control,other}_bytes``  bytes that this rank has sent per optimizer step
+    ``zero/{gather,reduce,step}_seconds``            seconds per optimizer step spent waiting for gathers and for
+                                                     reductions, and in the optimizer
+    ``zero/grad_norm``, ``zero/grad_norm_clipped``   global 2-norm of the gradients before and after clipping
+    ``zero/loss_scale``, ``zero/skipped_steps``      under fp16: the loss scale, and how many steps have overflown
+    ===============================================  ==================================================================
+
+    Per-step values are means since the last time. Without clipping by norm, the norm is computed for the steps that
+    are logged.
+
+    Args:
+        every_n_steps: optimizer steps between two records; None: the Trainer's ``log_every_n_steps``.
+    """
+
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(f"every_n_steps={every_n_steps} must be at least 1.")
+        self.every_n_steps = every_n_steps
+        self._logged = 0
+        self._norm: torch.Tensor | None = None
+        self._before: dict[str, float] = {}
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse other strategies.
+
+        Raises:
+            TypeError: the strategy is not one of ours.
+        """
+        if not isinstance(trainer.strategy, ZeroMethods):
+            raise TypeError(
+                f"ZeroMonitor watches the ZeRO strategies (zero1, zero2, zero3), not {type(trainer.strategy).__name__}."
+            )
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to count."""
+        self._logged = trainer.global_step
+        self._before = _totals(trainer.strategy.engine)
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
+        """Take the norm where nobody clips by it."""
+        self._norm = None
+        if self._is_due(trainer, trainer.global_step + 1):
+            engine = trainer.strategy.engine
+            shared, private = engine.sharded(raw_optimizer(optimizer)).gradients()
+            self._norm = total_norm(shared, private, engine.comm)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log, if it is time."""
+        if self._is_due(trainer, trainer.global_step):
+            metrics = self._metrics(trainer)
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.global_step)
+            self._logged = trainer.global_step
+
+    def _is_due(self, trainer: Any, step: int) -> bool:
+        every = self.every_n_steps or trainer.log_every_n_steps
+        return bool(every) and step // every > self._logged // every
+
+    def _metrics(self, trainer: Any) -> dict[str, float]:
+        strategy, engine = trainer.strategy, trainer.strategy.engine
+        steps = max(trainer.global_step - self._logged, 1)
+        now = _totals(engine)
+        metrics: dict[str, float] = {f"{kind}_bytes": float(nbytes) for kind, nbytes in engine.memory().items()}
+        metrics["peak_bytes"] = float(_peak(strategy.root_device))
+        metrics |= {key: (value - self._before.get(key, 0.0)) / steps for key, value in now.items()}
+        self._before = now
+        clipped = strategy.gradient_norm if _clips_by_norm(trainer) else None
+        if clipped is not None:
+            metrics |= {"grad_norm": clipped.before.item(), "grad_norm_clipped": clipped.after.item()}
+        elif self._norm is not None:
+            metrics |= dict.fromkeys(("grad_norm", "grad_norm_clipped"), self._norm.item())
+        if strategy.precision_plugin.scaler is not None:
+            metrics["loss_scale"] = strategy.precision_plugin.scaler.get_scale()
+            metrics["skipped_steps"] = float(strategy.precision_plugin.skipped_steps)
+        return {f"zero/{key}": value for key, value in metrics.items()}
+
+
+def _clips_by_norm(trainer: Any) -> bool:
+    """Whether the last clipping was of the last step: of manual ones nobody knows, so the last one counts."""
+    algorithm = str(getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) or "norm")
+    return not trainer.lightning_module.automatic_optimization or (
+        bool(trainer.gradient_clip_val) and algorithm == "norm"
+    )
+
+
+def _totals(engine: Engine) -> dict[str, float]:
+    """What has been sent and waited for since the communicator was made, and the time in optimizers."""
+    sent = {f"sent_{kind}_bytes": float(nbytes) for kind, nbytes in engine.comm.sent_bytes.items()}
+    waits = engine.comm.waited()
+    seconds = {"gather_seconds": waits["gather"], "reduce_seconds": waits["reduce"]}
+    return {**sent, **seconds, "step_seconds": engine.step_seconds}
+
+
+def _peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resident if sys.platform == "darwin" else resident * 1024

@@ -1,0 +1,169 @@
+"""Modules that were built on ``meta``: their values come unit by unit, so that the whole need never be there.
+
+A module is filled by its own ``reset_parameters`` (torch's convention), then by the ``_init_weights`` of the nearest
+module above that has one (the convention of ``transformers`` and nanoGPT), children before parents, as in a
+constructor. So with the same seed, a module whose constructor does just that gets the same numbers. Whatever else a
+constructor does to values is lost on ``meta``. What nothing fills is an error, never garbage.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine.grouping import UnitSpec
+
+
+def is_meta(module: nn.Module) -> bool:
+    """Whether anything in the module is on ``meta``."""
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
+def assign_state(module: nn.Module, state_dict: Mapping[str, Tensor], strict: bool) -> None:
+    """Load a module on ``meta`` without a copy: its tensors become those of ``state_dict``.
+
+    Parameters keep their identity, and tied ones stay tied, which ``load_state_dict(assign=True)`` alone does not do.
+
+    Raises:
+        RuntimeError: names or shapes do not fit, in torch's words.
+    """
+    places = [(inner, key, param) for inner in module.modules() for key, param in inner._parameters.items()]
+    module.load_state_dict(state_dict, strict=strict, assign=True)
+    filled: set[int] = set()
+    for inner, key, param in places:
+        new = inner._parameters[key]
+        if param is not None and new is not None and new is not param and id(param) not in filled:
+            filled.add(id(param))
+            _swap(param, new)
+        inner._parameters[key] = param
+
+
+class Materializer:
+    """Fills a module that is on ``meta``, wholly or in part.
+
+    Args:
+        module: the whole of it.
+        specs: the units that it will be cut into.
+    """
+
+    def __init__(self, module: nn.Module, specs: Sequence[UnitSpec]) -> None:
+        self._module = module
+        homes = {id(p): index for index, spec in enumerate(specs) for p in spec.params.values()}
+        above = {child: parent for parent in module.modules() for child in parent.children()}
+        order = list(_post_order(module, ""))
+        self._calls = {inner: self._initialisers(inner, homes, above) for _, inner in order if is_meta(inner)}
+        self._names = {inner: name for name, inner in order}
+        self._owners = {inner for inner in self._calls if any(tensor.is_meta for _, tensor in _tensors(inner))}
+        last = {id(p): inner for inner in self._calls for p in inner.parameters() if _acts_on(self._calls, inner, p)}
+        self._waits = [{last[id(p)] for p in spec.params.values() if id(p) in last} for spec in specs]
+
+    def units(self) -> Iterator[int]:
+        """Fill the module step by step; yields the index of each unit as soon as all its values are there.
+
+        Parameters keep their identity.
+
+        Raises:
+            ValueError: nothing initialises a tensor; the message names it.
+        """
+        waiting = dict(enumerate(self._waits))
+        for inner in [None, *self._calls]:
+            if inner is not None:
+                self._fill(inner)
+            for index in [index for index, needed in waiting.items() if not needed - {inner}]:
+                del waiting[index]
+                yield index
+            for needed in waiting.values():
+                needed.discard(inner)
+
+    def _fill(self, inner: nn.Module) -> None:
+        own = [key for key, tensor in _tensors(inner) if tensor.is_meta]
+        if inner in self._owners and not own:
+            return  # tied: the module that came first has filled it
+        _allocate(inner)
+        with torch.no_grad():
+            for initialise in self._calls[inner]:
+                initialise()
+        for key, tensor in _tensors(inner):
+            if key in own and not _is_filled(tensor, is_buffer=key in inner._buffers):
+                name = self._names[inner]
+                raise ValueError(
+                    f"{name + '.' + key if name else key!r} was built on meta, and neither "
+                    f"{type(inner).__name__}.reset_parameters() nor an _init_weights(module) above it has given it "
+                    "values. Write one, or build the module on the CPU, or load its weights: "
+                    "load_state_dict(..., assign=True)."
+                )
+
+    @staticmethod
+    def _initialisers(
+        inner: nn.Module, homes: dict[int, int], above: dict[nn.Module, nn.Module]
+    ) -> list[Callable[[], Any]]:
+        """What fills a module: of its own tensors, and of those below where nothing there has values yet."""
+        found: list[Callable[[], Any]] = []
+        owns = any(tensor.is_meta for _, tensor in _tensors(inner))
+        everything = all(tensor.is_meta for tensor in (*inner.parameters(), *inner.buffers()))
+        reset = getattr(inner, "reset_parameters", None) or getattr(inner, "_reset_parameters", None)
+        if callable(reset) and (owns or everything):
+            found.append(reset)
+        in_one_unit = len({homes[id(p)] for p in inner.parameters()}) <= 1
+        owner: nn.Module | None = inner
+        while owner is not None and (owns or (everything and in_one_unit)):
+            init_weights = getattr(owner, "_init_weights", None)
+            if callable(init_weights):
+                found.append(partial(init_weights, inner))
+                break
+            owner = above.get(owner)
+        return found
+
+
+def _acts_on(calls: dict[nn.Module, list[Callable[[], Any]]], inner: nn.Module, param: nn.Parameter) -> bool:
+    """Whether a module's turn must come before a parameter below it is complete."""
+    return bool(calls[inner]) or any(param is own for own in inner._parameters.values())
+
+
+def _post_order(module: nn.Module, name: str, seen: set[nn.Module] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """Modules with their names, children before parents, each once."""
+    seen = set() if seen is None else seen
+    seen.add(module)
+    for key, child in module.named_children():
+        if child not in seen:
+            yield from _post_order(child, f"{name}.{key}" if name else key, seen)
+    yield name, module
+
+
+def _tensors(inner: nn.Module) -> list[tuple[str, Tensor]]:
+    own: dict[str, Tensor | None] = {**inner._parameters, **inner._buffers}
+    return [(key, tensor) for key, tensor in own.items() if tensor is not None]
+
+
+def _is_filled(tensor: Tensor, is_buffer: bool) -> bool:
+    """Whether no NaN is left; of integers it cannot be told, and for a parameter any will do."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return not torch.isnan(tensor).any()
+    return not is_buffer or bool((tensor != _UNTOUCHED).any()) or not tensor.numel()
+
+
+_UNTOUCHED = 113
+"""What integer tensors are filled with before they are initialised."""
+
+
+def _allocate(inner: nn.Module) -> None:
+    """Give a module's own tensors memory on the host, with values that show whether somebody has set them."""
+    for key, tensor in _tensors(inner):
+        if not tensor.is_meta:
+            continue
+        floating = tensor.is_floating_point() or tensor.is_complex()
+        values = torch.full_like(tensor.detach(), torch.nan if floating else _UNTOUCHED, device="cpu")
+        if key in inner._buffers:
+            inner._buffers[key] = values
+            continue
+        _swap(tensor, nn.Parameter(values, requires_grad=tensor.requires_grad))
+
+
+def _swap(old: Tensor, new: Tensor) -> None:
+    """Give ``old`` the values of ``new``: optimizers, tied modules and users hold the old object.
+
+    (``torch.utils.swap_tensors`` would exchange attributes, too, and refuses what an LSTM refers to weakly.)
+    """
+    torch._C._swap_tensor_impl(old, new)

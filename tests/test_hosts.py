@@ -1,0 +1,83 @@
+"""Two hosts: ``torchrun --nnodes 2`` in two network namespaces with a cable between them."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("hosts_fit.py")
+NAMES = tuple(f"zero_{end}{os.getpid()}" for end in "ab")
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+PORT = "29611"
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def hosts():
+    """Two namespaces, each with one end of a cable and an address of its own."""
+    try:
+        for name in NAMES:
+            ip("netns", "add", name)
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"network namespaces cannot be made here: {error}")
+    try:
+        ip("link", "add", "zero0", "netns", NAMES[0], "type", "veth", "peer", "name", "zero1", "netns", NAMES[1])
+        for number, (name, address) in enumerate(zip(NAMES, ADDRESSES, strict=True)):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", f"zero{number}")
+            ip("-n", name, "link", "set", f"zero{number}", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield
+    finally:
+        for name in NAMES:
+            with suppress(subprocess.CalledProcessError):
+                ip("netns", "del", name)
+
+
+def start(prefix, options, stage, nodes, **env):
+    command = [*prefix, sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPT), str(stage), str(nodes)]
+    path = os.pathsep.join([str(SCRIPT.parent), *sys.path])
+    return subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def result(processes):
+    said = [process.communicate(timeout=150) for process in processes]
+    assert all(process.returncode == 0 for process in processes), "\n".join(err for _, err in said)
+    return json.loads(next(line for out, _ in said for line in out.splitlines() if "RESULT" in line).split("RESULT")[1])
+
+
+def apart(stage):
+    """One rank on each host."""
+    nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", ADDRESSES[0], "--master-port", PORT]
+    return [
+        start(
+            ["ip", "netns", "exec", name],
+            [*nodes, "--node-rank", str(number)],
+            stage,
+            nodes=2,
+            GLOO_SOCKET_IFNAME=f"zero{number}",
+        )
+        for number, name in enumerate(NAMES)
+    ]
+
+
+def together(stage):
+    """Both ranks on this host."""
+    return [start([], ["--standalone", "--nproc-per-node", "2"], stage, nodes=1)]
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
+def test_two_hosts_are_as_one(hosts, stage):
+    assert result(apart(stage)) == result(together(stage))

@@ -1,0 +1,103 @@
+"""``ZeroMonitor``: what it logs is what happens."""
+
+import pytest
+import torch
+from harness import distributed
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
+from test_strategy import DIM, Net, loader, trainer, zero
+from torch import nn
+
+from lightning_zero import ZeroMonitor
+
+
+class Records(CSVLogger):
+    """Keeps what the monitor logs."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.records = {}
+
+    def log_metrics(self, metrics, step=None):
+        if any(key.startswith("zero/") for key in metrics):
+            self.records[step] = metrics
+
+
+def watched(rank, world_size, folder, stage, every=2, **kwargs):
+    logger = Records(folder)
+    run = trainer(rank, world_size, folder, zero(stage), callbacks=[ZeroMonitor(every)], **{"logger": logger, **kwargs})
+    return run, logger.records
+
+
+class Wide(Net):
+    """Large enough for padding not to count."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+        self.wide = nn.ModuleList(nn.Linear(128, 128) for _ in range(6))
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0].repeat(1, 128 // DIM)
+        for layer in self.wide:
+            x = torch.tanh(layer(x))
+        return super().training_step(batch, batch_idx) + 50 * x.square().mean()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@distributed(world_size=2)
+def test_metrics_are_what_happens(rank, world_size, stage, tmp_path):
+    run, records = watched(rank, world_size, tmp_path, stage, gradient_clip_val=0.01)
+    model = Wide()
+    half = sum(p.numel() for p in model.parameters()) / 2
+    run.fit(model, loader())
+    assert list(records) == [2, 4]
+    last = records[4]
+    assert last["zero/grad_norm"] > last["zero/grad_norm_clipped"]
+    assert last["zero/grad_norm_clipped"] == pytest.approx(0.01, rel=1e-4)
+    assert last["zero/optimizer_bytes"] == pytest.approx(8 * half, rel=0.02)
+    assert last["zero/gradients_bytes"] == pytest.approx(4 * half, rel=0.02)
+    assert last["zero/master_bytes"] == (pytest.approx(4 * half, rel=0.02) if stage == 3 else 0)
+    gathers = {1: 1, 2: 1, 3: 2}[stage]  # the last block and the root are gathered once
+    assert 0.8 * gathers * 4 * half <= last["zero/sent_gather_bytes"] <= 1.02 * gathers * 4 * half
+    assert last["zero/sent_reduce_bytes"] == pytest.approx(4 * half, rel=0.02)
+    assert last["zero/step_seconds"] > 0 and last["zero/gather_seconds"] >= 0 and last["zero/reduce_seconds"] >= 0
+    assert last["zero/peak_bytes"] > last["zero/parameters_bytes"]
+    assert "zero/loss_scale" not in last
+
+
+@distributed(world_size=2)
+def test_the_norm_without_clipping(rank, world_size, tmp_path):
+    run, records = watched(rank, world_size, tmp_path, 3, every=1, max_steps=1, use_distributed_sampler=False)
+    run.fit(Net(), loader())
+    reference = Net()
+    reference.training_step(next(iter(loader())), 0).backward()
+    want = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
+    assert records[1]["zero/grad_norm"] == records[1]["zero/grad_norm_clipped"] == pytest.approx(want.item(), rel=1e-5)
+
+
+class Overflows(Net):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("inf") if batch_idx == 1 else loss
+
+
+@distributed(world_size=2)
+def test_loss_scale_and_skipped_steps(rank, world_size, tmp_path):
+    run, records = watched(rank, world_size, tmp_path, 2, every=1, precision="16-true")
+    run.fit(Overflows(), loader())
+    last = records[max(records)]
+    assert last["zero/skipped_steps"] >= 1
+    assert last["zero/loss_scale"] == 2**16 / 2 ** last["zero/skipped_steps"]
+
+
+def test_other_strategies_are_refused(tmp_path):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "barebones": False}
+    run = Trainer(accelerator="cpu", devices=1, callbacks=[ZeroMonitor()], default_root_dir=tmp_path, **quiet)
+    with pytest.raises(TypeError, match="SingleDeviceStrategy"):
+        run.fit(Net(), loader())
+
+
+def test_bad_interval_is_refused():
+    with pytest.raises(ValueError, match="every_n_steps=0"):
+        ZeroMonitor(0)
