@@ -1,7 +1,8 @@
 """Steps of the loops, and ranks that have different numbers of batches for them.
 
 In evaluation the ranks that have no more batches serve the others (see ``engine.uneven``). In training they cannot: a
-step needs gradients of all ranks. There it is an error on all of them, in the last step that they share.
+step needs gradients of all ranks. There it is an error on all of them, in the last step that they share. In the same
+message ranks learn that one of them has got SIGTERM, or SLURM's signal to save.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_zero.engine import Communicator
+from lightning_zero.requeue import Requeue
 from lightning_zero.saving import CheckpointMethods
+from lightning_zero.sigterm import Sigterm
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -22,17 +25,33 @@ class StepMethods(CheckpointMethods):
 
     _batches: "TrainingBatches | None" = None
     """Of the fit in progress."""
+    _sigterm: Sigterm | None = None
+    """Of the run in progress."""
+    _requeue: Requeue | None = None
+    """Of the fit in progress."""
     _uneven = False
     """Whether this rank is in an evaluation with other numbers of batches on other ranks, which some have not ended."""
 
     def _begin_steps(self, trainer: "Trainer") -> None:
         """A run begins."""
         self._uneven = trainer.state.fn == "predict"  # Lightning does not fill its loaders up
-        self._batches = TrainingBatches(trainer, self._communicator) if trainer.state.fn == "fit" else None
+        self._sigterm = Sigterm(trainer)
+        self._batches = self._requeue = None
+        if trainer.state.fn == "fit":
+            self._requeue = Requeue(trainer)
+            self._batches = TrainingBatches(trainer, self._communicator, self._sigterm, self._requeue)
+
+    def _end_steps(self) -> None:
+        """The run is over, or has failed."""
+        for handler in (self._sigterm, self._requeue):
+            if handler is not None:
+                handler.give_back()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """A batch is there on this rank."""
         super().on_train_batch_start(batch, batch_idx)
+        if self._requeue is not None:
+            self._requeue.save_if_due()
         if self._batches is not None:
             self._batches.begin_epoch()
 
@@ -62,6 +81,8 @@ class StepMethods(CheckpointMethods):
         engine = self._running
         with engine.uneven.step() if self._uneven else nullcontext(), engine.forward():
             yield
+        if self._sigterm is not None:
+            self._sigterm.end_predict()
         if getattr(self._evaluation_loop.batch_progress, "is_last_batch", False):
             self._stay_for_others()
 
@@ -107,10 +128,10 @@ class StepMethods(CheckpointMethods):
 
 
 class TrainingBatches:
-    """Notices that a rank has run out of training batches before the others."""
+    """Notices that a rank has run out of training batches before the others, or has got a signal."""
 
-    def __init__(self, trainer: "Trainer", comm: Communicator) -> None:
-        self._trainer, self._comm = trainer, comm
+    def __init__(self, trainer: "Trainer", comm: Communicator, sigterm: Sigterm, requeue: Requeue) -> None:
+        self._trainer, self._comm, self._sigterm, self._requeue = trainer, comm, sigterm, requeue
         self._epoch = -1
         self._watched = False
 
@@ -127,16 +148,17 @@ class TrainingBatches:
         Raises:
             RuntimeError: it is for some of them only.
         """
-        if not self._watched:
-            yield
-            return
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        last = torch.zeros(self._comm.world_size, dtype=torch.uint8, device="cpu")
-        last[self._comm.rank] = progress.is_last_batch
-        handle = self._comm.all_reduce(last, "max", "last batch")
+        own = [self._watched and progress.is_last_batch, self._sigterm.received, self._requeue.received]
+        news = torch.zeros(self._comm.world_size, len(own), dtype=torch.uint8, device="cpu")
+        news[self._comm.rank] = torch.tensor(own)
+        handle = self._comm.all_reduce(news.view(-1), "max", "training batch")
         yield
         handle.wait()
-        ends = [rank for rank, is_last in enumerate(last.tolist()) if is_last]
+        ends, terminated, saving = ([rank for rank, bit in enumerate(bits) if bit] for bits in news.t().tolist())
+        if terminated:
+            self._sigterm.end_training(terminated)
+        self._requeue.due |= bool(saving)
         if ends and len(ends) < self._comm.world_size and not self._stops_anyway():
             raise RuntimeError(
                 f"Rank {', '.join(map(str, ends))} has no training batches after batch {progress.current.ready}, and "

@@ -267,8 +267,10 @@ class ZeroMethods(StepMethods, CheckpointMethods):
         """Tell the other ranks; from here on this rank takes part in no collective."""
         super().on_exception(exception)
         self._failed = True
+        if self._sigterm is not None:
+            self._sigterm.explain(exception)
         if self._comm is not None:
-            words = self._comm.peers.last_words()
+            words = self._comm.peers.last_words() or self._comm.lost_outside(exception)
             if words and not isinstance(exception, PeerError):
                 exception.add_note(words)
             self._comm.fail(f"{type(exception).__name__}: {exception}")
@@ -278,6 +280,7 @@ class ZeroMethods(StepMethods, CheckpointMethods):
         if self._shut_out is not None:
             self._shut_out()
             self._shut_out = None
+        self._end_steps()
         whole = self._release()
         self._lost = self._failed and not whole
         if self._failed and self._comm is not None:

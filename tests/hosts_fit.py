@@ -1,6 +1,8 @@
-"""One rank of ``test_hosts.py``, started by torchrun: trains a small module; prints losses and the sums of its weights.
+"""The script of ``test_hosts.py`` and ``test_launchers.py``: trains a small module; prints losses and sums of weights.
 
-torchrun --nproc-per-node 2 tests/hosts_fit.py STAGE NODES
+torchrun --nproc-per-node 2 tests/hosts_fit.py STAGE NODES [STRATEGY]
+
+With STRATEGY, the name of a registered strategy, STAGE is not used.
 """
 
 import json
@@ -22,7 +24,7 @@ class Losses(Callback):
 
 
 def main():
-    stage, nodes = map(int, sys.argv[1:])
+    stage, nodes = map(int, sys.argv[1:3])
     torch.set_num_threads(1)
     losses = Losses()
     quiet = {
@@ -35,7 +37,7 @@ def main():
         accelerator="cpu",
         devices=2 // nodes,
         num_nodes=nodes,
-        strategy=ZeroStrategy(stage=stage, min_unit_bytes=0),
+        strategy=sys.argv[3] if sys.argv[3:] else ZeroStrategy(stage=stage, min_unit_bytes=0),
         max_epochs=2,
         callbacks=[losses],
         **quiet,

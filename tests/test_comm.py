@@ -181,6 +181,20 @@ def test_one_batch_more_on_one_rank(stage):
     assert "step 2" in text.partition("--- rank 0 failed")[2]
 
 
+def test_ranks_that_ask_each_other_different_things_are_told():
+    """gloo's own collectives take other sizes for a reason to abort, and the same size for an answer."""
+
+    def body(rank, world_size):
+        with communicator() as comm:
+            comm.all_reduce(torch.zeros(1 + 7 * rank), "max", f"question {rank}").wait()
+
+    with pytest.raises(RankFailed) as failure:
+        run_ranks(body, 2, timeout=2 * SOON, grace=SOON)
+    text = str(failure.value)
+    assert "was here" not in text and "died" not in text, text
+    assert "rank 0: waits for 'question 0'" in text and "rank 1: waits for 'question 1'" in text
+
+
 @distributed(world_size=2)
 def test_a_slow_rank_is_waited_for(rank, world_size):
     """Slowness alone is no error, in any operation: compiling, saving and loading data take their time."""

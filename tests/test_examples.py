@@ -79,6 +79,7 @@ def test_training_resumes_to_the_bit_and_reports_its_costs(tmp_path):
     assert not processes_about(tmp_path)
 
 
+@pytest.mark.full
 def test_every_job_of_a_sweep_ends_in_a_folder_of_its_own(tmp_path):
     arguments = ["-m", "zero=stage1,stage3", "trainer.max_steps=4", "check_resume=false", *TINY]
     output, code = run("train_gpt.py", *arguments, f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path)
@@ -89,6 +90,7 @@ def test_every_job_of_a_sweep_ends_in_a_folder_of_its_own(tmp_path):
     assert not processes_about(tmp_path)
 
 
+@pytest.mark.full
 def test_a_strategy_whose_run_is_too_short_is_measured_apart(tmp_path):
     short = ["trainer.devices=1", "trainer.max_steps=4", "compare=[stage3]", f"hydra.run.dir={tmp_path / 'job'}"]
     output, code = run("train_gpt.py", "zero=stage3", *TINY, *short, cwd=tmp_path)

@@ -1,8 +1,11 @@
-"""Ranks that part ways: other numbers of batches, collectives that only some of them call. Never a silent hang."""
+"""Ranks that part: other numbers of batches, collectives that only some of them call, signals. Never a silent hang."""
 
 import os
+import signal
 import sys
+import threading
 import time
+import traceback
 
 import pytest
 import torch
@@ -10,10 +13,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import RankFailed, distributed, run_ranks
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from test_strategy import DIM, Net, trainer, zero
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_zero.engine import outside
+from lightning_zero.engine import PeerError, outside
+from lightning_zero.engine.peers import Peers
 
 STAGES = [1, 2, 3]
 
@@ -160,3 +165,93 @@ def slow(rank, world_size):
 
 def test_slowness_alone_is_no_error():
     run_ranks(slow, 2)
+
+
+class Signalled(Callback):
+    """One rank sends itself a signal in the third batch."""
+
+    def __init__(self, rank, signum=signal.SIGTERM):
+        self.rank, self.signum = rank, signum
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 2 and trainer.global_rank == self.rank:
+            os.kill(os.getpid(), self.signum)
+
+    def on_predict_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        self.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    on_validation_batch_start = on_predict_batch_start
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("signalled", [0, 1])
+@distributed(world_size=[2, 3])
+def test_sigterm_ends_training_everywhere_with_a_checkpoint(rank, world_size, signalled, stage, tmp_path):
+    run = uneven(
+        rank,
+        world_size,
+        tmp_path,
+        zero(stage),
+        callbacks=[Signalled(signalled), OnExceptionCheckpoint(tmp_path)],
+        enable_checkpointing=True,
+    )
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match=f"Rank {signalled} has got SIGTERM: rank {rank} ends after step 3") as end:
+        run.fit(Net(), batches(Sized, 0, counts=[8]))
+    assert end.value.code, "the process would end with success"
+    assert (tmp_path / "on_exception.ckpt").exists()
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("what", ["validate", "predict"])
+@distributed(world_size=2)
+def test_sigterm_in_evaluation(rank, world_size, what, stage, tmp_path):
+    """The rank that has got it ends after its batch, and the other one says so."""
+    run = uneven(rank, world_size, tmp_path, zero(stage), callbacks=[Signalled(1)])
+    error, says = (SystemExit, "Rank 1 has got SIGTERM") if rank else (RuntimeError, "rank 1 failed: S.*SIGTERM")
+    with pytest.raises(error, match=says):
+        getattr(run, what)(Silent(), batches(Sized, 0, counts=[8]))
+
+
+class Silent(Net):
+    def validation_step(self, batch, batch_idx):
+        self(batch[0])
+
+
+def killed(rank, world_size, folder):
+    uneven(rank, world_size, folder, zero(1), callbacks=[Signalled(1, signal.SIGKILL)]).validate(
+        Both(), batches(Sized, 0), verbose=False
+    )
+
+
+def test_a_rank_that_dies_while_others_wait_in_a_collective_of_lightnings(tmp_path):
+    with pytest.raises(RankFailed) as failure:
+        run_ranks(killed, 2, tmp_path)
+    assert "Rank 0 lost a peer in torch.distributed.barrier in" in str(failure.value)
+
+
+def test_a_store_that_has_gone_is_an_error_that_names_the_operation():
+    class Gone:
+        def set(self, *args):
+            raise RuntimeError("Broken pipe")
+
+    peers, arrived = Peers(dist.HashStore(), 1, 2), threading.Event()
+    peers._store = Gone()
+    with pytest.raises(PeerError, match="Rank 1 cannot go on with 'gather of x' in step 0: .* has died or left"):
+        peers.wait(arrived, "gather of x", 1, dict, 0.02)
+    threading.Timer(0.1, arrived.set).start()
+    peers.wait(arrived, "gather of x", 1, dict, 0.05)  # rank 0 has only ended earlier
+
+
+def test_the_first_exception_is_not_hidden_by_those_that_follow():
+    peers = Peers(dist.HashStore(), 1, 2)
+    try:
+        raise KeyError("the first")
+    except KeyError as first:
+        assert outside._handled(sys._getframe()) is first
+        try:
+            raise peers.lost("gather of x", RuntimeError("Connection closed"))
+        except PeerError:
+            said = traceback.format_exc()
+    assert said.index("the first") < said.index("Connection closed") < said.index("lost a peer during 'gather of x'")

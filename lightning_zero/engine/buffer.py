@@ -106,6 +106,11 @@ class Pool:
             del free[:unused]
             self._low[nbytes] = len(free)
 
+    def clear(self) -> None:
+        """Drop all free storages."""
+        self._free.clear()
+        self._low.clear()
+
     def nbytes(self) -> int:
         """Bytes that lie free in the pool."""
         return sum(nbytes * len(free) for nbytes, free in self._free.items())

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from lightning_zero.engine.lanes import Handle, Lane, Start
-from lightning_zero.engine.outside import Outside
+from lightning_zero.engine.lanes import Handle, Lane, Round, Start
+from lightning_zero.engine.outside import Outside, failed_in
 from lightning_zero.engine.peers import Peers
 
 Bounds = Sequence[tuple[int, int]]
@@ -83,10 +83,14 @@ class Communicator:
     ) -> Handle:
         """Average this rank's part of ``full`` over the ranks. Asynchronous: ``out`` is written in ``wait``.
 
+        Point to point it is a pairwise exchange: in each round one part is sent and one received, into ``receive`` at
+        first, then into the part of ``full`` that the round before has sent. So it takes the memory of one part,
+        however many ranks there are.
+
         Args:
             out: 1-D, the sum's dtype (fp32 for 16-bit gradients), as long as this rank's part.
-            full: 1-D, the wire dtype.
-            receive: 1-D, the wire dtype, ``world_size - 1`` parts long; in use until ``wait`` returns.
+            full: 1-D, the wire dtype; the other ranks' parts of it are overwritten.
+            receive: 1-D, the wire dtype, :attr:`received_parts` parts long; in use until ``wait`` returns.
             total: 0-dim, gets the sum of ``out``'s elements added: it is finite if they are (and small enough).
         """
         low, high = bounds[self.rank]
@@ -97,23 +101,34 @@ class Communicator:
         if self.nccl:
             sends = [full[start:stop] if rank != self.rank else full[:0] for rank, (start, stop) in enumerate(bounds)]
             receives = [part if rank != self.rank else receive[:0] for rank, part in enumerate(parts)]
-            starts: list[Start] = [partial(dist.all_to_all, receives, sends, group=lane.group, async_op=True)]
-        else:
-            tag = lane.tag(what)
-            host = full.cpu()
-            parts = [part.cpu() for part in parts]
-            starts = []
-            for peer in self._peers_in_turn() if size else ():
-                start, stop = bounds[peer]
-                starts.append(lane.receive(parts[peer], peer, tag))
-                starts.append(lane.send(host[start:stop], peer, tag))
-        return lane.submit(starts, what, lambda: mean_(out, parts, total))
+            exchange = partial(dist.all_to_all, receives, sends, group=lane.group, async_op=True)
+            return lane.submit([exchange], what, lambda: mean_(out, parts, total))
+        tag = lane.tag(what)
+        host = full.cpu()
+        parts = parts if host is full else self.parts(host, receive.cpu(), bounds)
+        rounds: list[Round] = []
+        for turn in range(1, self.world_size if size else 1):
+            to, source = (self.rank + turn) % self.world_size, (self.rank - turn) % self.world_size
+            start, stop = bounds[to]
+            rounds.append([lane.receive(parts[source], source, tag), lane.send(host[start:stop], to, tag)])
+        return lane.submit_rounds(rounds, what, lambda: mean_(out, parts, total))
+
+    @property
+    def received_parts(self) -> int:
+        """Parts that :meth:`reduce_scatter` needs memory for."""
+        return self.world_size - 1 if self.nccl else min(1, self.world_size - 1)
 
     def parts(self, full: Tensor, receive: Tensor, bounds: Bounds) -> list[Tensor]:
-        """Where the contributions of all ranks to this rank's part of a reduction lie, in rank order."""
+        """Where the contributions of all ranks to this rank's part of a reduction come to lie, in rank order."""
         low, high = bounds[self.rank]
-        others = receive.view(self.world_size - 1, high - low).unbind()
-        return [*others[: self.rank], full[low:high], *others[self.rank :]]
+        received = list(receive.view(self.received_parts, high - low).unbind())
+        if self.nccl:
+            return [*received[: self.rank], full[low:high], *received[self.rank :]]
+        sent = [bounds[peer] for peer in self._peers_in_turn()]  # turn by turn: the last one keeps what it has
+        places = received + [full[start:stop] for start, stop in sent[: len(sent) - 1]]
+        parts = {(self.rank - turn) % self.world_size: place for turn, place in enumerate(places, 1)}
+        parts[self.rank] = full[low:high]
+        return [parts[rank] for rank in range(self.world_size)]
 
     def nothing(self) -> Handle:
         """An operation that is complete."""
@@ -143,13 +158,20 @@ class Communicator:
             tensor.detach().copy_(host.view(tensor.dtype).view(tensor.shape))
 
     def all_reduce(self, tensor: Tensor, op: str, what: str) -> Handle:
-        """Reduce a small CPU tensor in place; ``op`` is ``"max"`` or ``"sum"``. Asynchronous."""
-        self._count("control", tensor.numel(), tensor.dtype)
-        reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+        """Reduce a small 1-D CPU tensor in place; ``op`` is ``"max"`` or ``"sum"``. Asynchronous.
+
+        Every rank sends to every other. A collective of gloo's would take messages of ranks that have parted for one
+        another, and end the process without a word where their sizes differ.
+        """
+        self._count("control", tensor.numel() * (self.world_size - 1), tensor.dtype)
         lane = self._lanes["control"]
-        lane.tag(what)
-        start = partial(dist.all_reduce, tensor, reduce_op, group=lane.group, async_op=True)
-        return lane.submit([start] if self.world_size > 1 else [], what)
+        tag = lane.tag(what)
+        rows = tensor.repeat(self.world_size, 1)
+        starts = []
+        for peer in self._peers_in_turn() if tensor.numel() else ():
+            starts.append(lane.receive(rows[peer], peer, tag))
+            starts.append(lane.send(rows[self.rank], peer, tag))
+        return lane.submit(starts, what, lambda: tensor.copy_(rows.amax(0) if op == "max" else rows.sum(0)))
 
     def gather_pieces(self, own: Tensor, out: Tensor | None, bounds: Bounds, dst: int, what: str) -> None:
         """Collect every rank's piece of a tensor on rank ``dst``; ``out`` (1-D, CPU) is given there only."""
@@ -201,6 +223,16 @@ class Communicator:
     def at(self, step: int) -> None:
         """Say which step this rank is in, for errors."""
         self.peers.step = step
+
+    def lost_outside(self, error: BaseException) -> str:
+        """In words, in which collective that is not the engine's a peer was lost; empty if the error is another."""
+        where = failed_in(error)
+        if not where:
+            return ""
+        return (
+            f"Rank {self.rank} lost a peer in {where} in step {self.peers.step}. A rank has died or left; look for the "
+            "first error in the output of the other ranks."
+        )
 
     def fail(self, message: str) -> None:
         """Tell the peers that this rank will not go on; no collective."""

@@ -376,11 +376,11 @@ class Engine:
             self._settle()
         self._hooks.detach()
         self._reuse.detach()
-        for unit in self.units:
-            if whole:
-                state.restore(unit)
-            for flat in unit.flats:
-                flat.free_gradients()
+        for flat in (flat for unit in self.units for flat in unit.flats):
+            flat.free_gradients()
+        self.pool.clear()
+        for unit in self.units if whole else ():
+            state.restore(unit)
         for optimizer in self._optimizers.values():
             optimizer.forget_masters()
 

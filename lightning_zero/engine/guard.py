@@ -151,7 +151,7 @@ def guarded_class(plain: type) -> type:
             "__deepcopy__": _read_first("__deepcopy__"),
             "__reduce_ex__": _read_first("__reduce_ex__"),
             "_zero_guarded": True,
-            "__module__": plain.__module__,
+            "__module__": __name__,  # a class of torch.nn.parameter would be looked for there by compiled code
         }
         _classes[plain] = type(plain)(f"Sharded{plain.__name__}", (plain,), body)
     return _classes[plain]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.guard import Place
+from lightning_zero.engine.modes import uncompiled
 from lightning_zero.engine.unit import Unit
 
 if TYPE_CHECKING:
@@ -52,12 +53,14 @@ class _UnitHook(_Hook):
 
 
 class _PreForward(_UnitHook):
+    @uncompiled
     def __call__(self, module: nn.Module, args: Any) -> None:
         if self.engine is not None:
             self.engine.pre_forward(self.unit)
 
 
 class _PostForward(_UnitHook):
+    @uncompiled
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.engine is not None:
             self.engine.post_forward(self.unit, self.last, failed=_failed(output))
@@ -72,6 +75,7 @@ class _EnterScope(_Hook):
         super().__init__(engine)
         self.scopes = scopes
 
+    @uncompiled
     def __call__(self, module: nn.Module, args: Any) -> None:
         if self.engine is not None:
             scope = self.engine.called_forward()
@@ -80,6 +84,7 @@ class _EnterScope(_Hook):
 
 
 class _LeaveScope(_EnterScope):
+    @uncompiled
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
         if self.engine is not None and self.scopes:
             self.scopes.pop().__exit__(*(sys.exc_info() if _failed(output) else (None, None, None)))

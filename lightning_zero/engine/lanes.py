@@ -24,6 +24,9 @@ from lightning_zero.engine.peers import Peers
 Start = Callable[[], Any]
 """Starts one operation of the backend and returns its ``Work``."""
 
+Round = Sequence[Start]
+"""Operations that are under way together."""
+
 SLICE = 1.0
 """Seconds between two looks at the peers."""
 
@@ -31,9 +34,9 @@ SLICE = 1.0
 class Handle:
     """An operation under way. ``wait`` must be called once its result is needed, from the main thread."""
 
-    def __init__(self, what: str, starts: Sequence[Start], finish: Callable[[], Any] | None, lane: "Lane") -> None:
+    def __init__(self, what: str, rounds: Sequence[Round], finish: Callable[[], Any] | None, lane: "Lane") -> None:
         self.what = what
-        self.starts = list(starts)
+        self.rounds = list(rounds)
         self.works: list[Any] = []
         self.error: BaseException | None = None
         self.key, self.number = f"{lane.name}:{what}", lane.launched(what)
@@ -70,9 +73,9 @@ class Handle:
         return not self._lane.blocking or self._arrived.wait(seconds)
 
     def start(self) -> None:
-        """Start the operation; errors are kept for :meth:`wait`."""
+        """Start the first round; errors are kept for :meth:`wait`."""
         # what starts and works hold are tensors: none may be left here when the main thread goes on
-        starts, self.starts = self.starts, []
+        starts = self.rounds.pop(0)
         try:
             for start in starts:
                 self.works.append(start())
@@ -80,7 +83,7 @@ class Handle:
             self.error = error
 
     def arrive(self) -> None:
-        """Wait inside the backend."""
+        """Wait inside the backend, for one round after the other."""
         works, self.works = self.works, []
         try:
             while works and self.error is None:
@@ -88,7 +91,12 @@ class Handle:
         except BaseException as error:  # handed to the main thread
             self.error = error
         works.clear()
-        self._arrived.set()
+        if self.rounds and self.error is None:
+            self.start()
+            self.arrive()
+        else:
+            self.rounds.clear()
+            self._arrived.set()
 
 
 class Lane:
@@ -123,10 +131,14 @@ class Lane:
         """Starts to receive into a 1-D CPU tensor."""
         return partial(self.group.recv, [_real(tensor)], peer, tag)
 
-    def submit(self, starts: Sequence[Start], what: str, finish: Callable[[], Any] | None = None) -> Handle:
+    def submit(self, starts: Round, what: str, finish: Callable[[], Any] | None = None) -> Handle:
         """Have operations started, and take charge of them; ``finish`` runs in the main thread in ``wait``."""
-        handle = Handle(what, starts, finish, self)
-        if not starts:
+        return self.submit_rounds([starts] if starts else [], what, finish)
+
+    def submit_rounds(self, rounds: Sequence[Round], what: str, finish: Callable[[], Any] | None = None) -> Handle:
+        """The same for rounds of operations, each started when those of the round before are complete."""
+        handle = Handle(what, rounds, finish, self)
+        if not rounds:
             handle._arrived.set()
         elif self.blocking:
             self._run()

@@ -1,7 +1,7 @@
 """The engine's own operations are nobody's business: user's dispatch modes must not see them.
 
 Selective activation checkpointing, for one, counts the operations of a forward and expects the same ones in the
-recompute.
+recompute; ``torch.compile`` would trace the collectives of a gather.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,9 +26,15 @@ def _no_user_modes() -> Iterator[None]:
         yield
 
 
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Run a function as it is: a graph of ``torch.compile`` ends before it, and another one begins after it."""
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
+
+
 def unseen(method: Callable[P, R]) -> Callable[P, R]:
     """Run a function outside all transforms of ``torch.func`` and all dispatch modes, FakeTensorMode excepted."""
 
+    @uncompiled
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None:

@@ -50,7 +50,7 @@ class Outside:
     def _collective(self) -> FrameType | None:
         """The innermost Python frame of the main thread, if that is a collective of ``torch.distributed``."""
         frame = sys._current_frames().get(self._main or 0)
-        return frame if frame is not None and frame.f_code.co_filename.endswith(_COLLECTIVES) else None
+        return frame if frame is not None and _is_collective(frame) else None
 
     def _wait_along(self, frame: FrameType) -> None:
         """Publish where the main thread is for as long as it is there, and end the process if that is for ever."""
@@ -69,10 +69,33 @@ class Outside:
 
     def _end(self, frame: FrameType, words: str) -> None:
         self.peers.fail(words)
-        stack = "".join(traceback.format_stack(frame))
+        first, stack = _handled(frame), "".join(traceback.format_stack(frame))
+        sys.stderr.write("".join(traceback.format_exception(first)) if first is not None else "")
         sys.stderr.write(f"Rank {self.peers.rank} ends: it waits for ever here.\n{stack}{words}\n")
         sys.stderr.flush()
         os._exit(1)
+
+
+def failed_in(error: BaseException) -> str:
+    """In words, the collective of ``torch.distributed`` that has raised an error; empty if it was something else."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return _place(trace.tb_frame) if trace is not None and _is_collective(trace.tb_frame) else ""
+
+
+def _is_collective(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.endswith(_COLLECTIVES)
+
+
+def _handled(frame: FrameType | None) -> BaseException | None:
+    """The exception that a caller of the frame has by name: it came first, and would not be printed any more."""
+    while frame is not None:
+        for value in list(frame.f_locals.values()):
+            if isinstance(value, BaseException):
+                return value
+        frame = frame.f_back
+    return None
 
 
 def _place(frame: FrameType) -> str:

@@ -5,6 +5,7 @@ it has launched, into the store, and reads what the others wrote.
 """
 
 import json
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -53,16 +54,15 @@ class Peers:
         pause = seconds
         while not arrived.wait(pause):
             pause = min(2 * pause, 8 * seconds)  # thousands of ranks may be waiting for one that saves
-            self._publish(
-                {
-                    "waits": what,
-                    "number": number,
-                    "step": self.step,
-                    "unfinished": unfinished(),
-                    "launched": dict(self._counts),
-                }
-            )
-            now = self._positions()
+            here = {"waits": what, "number": number, "step": self.step, "unfinished": unfinished()}
+            try:
+                self._publish({**here, "launched": dict(self._counts)})
+                now = self._positions()
+            except RuntimeError as error:  # the store has gone with its host: so will the connection, if it is needed
+                if arrived.wait(5 * seconds):
+                    break
+                words = "the process that holds the store (rank 0, or torchrun) has died or left"
+                raise PeerError(f"Rank {self.rank} cannot go on with {what!r} in step {self.step}: {words}.") from error
             self._raise_failed(what, now)
             if now == before and self.rank in stuck(now):
                 words = self.describe(now)
@@ -101,6 +101,7 @@ class Peers:
 
     def lost(self, what: str, error: BaseException) -> PeerError:
         """The error for a connection that broke: the peer's own words, where it left any."""
+        error.__context__ = error.__context__ or sys.exc_info()[1]  # what this rank handles is shown, too
         try:
             now = self._positions()
         except RuntimeError:

@@ -120,7 +120,7 @@ class Reducer:
 
     def _act_on(self, place: Place) -> None:
         unit = place.unit
-        if place.numel <= SMALL:
+        if place.numel <= SMALL or not (place.flat.local is not None or self._has_room(unit)):
             self.collector.defer(place)
         else:
             self._take(place)
@@ -149,6 +149,7 @@ class Reducer:
     def ready(self, unit: Unit) -> None:
         """A unit's gradients are in: start its reduction, and of those that waited for it, if it is their turn."""
         self.record("backward_done", unit.name)
+        self._await_room(unit)
         self.collector.take(unit)
         if self.reduces:
             self._turn.extend(self.units[index] for index in self._order.ready(unit.index))
@@ -161,11 +162,8 @@ class Reducer:
         so this rank waits for a while, not for ever. The less often that pays, the shorter it waits.
         """
         while self._turn:
-            while self._in_flight and not self._fits(self._turn[0]):
-                if not all(part.handle.arrives(self._patience) for part in self._in_flight[0][1]):
-                    self._patience /= 4
-                    return
-                self._finish()
+            if not self._await_room(self._turn[0]):
+                return
             self._launch(self._turn.popleft())
         self._patience = min(2 * self._patience, PATIENCE)
 
@@ -233,7 +231,7 @@ class Reducer:
         flat.in_local = [False] * len(flat.params)
         flat.local, summing = None, flat.summing
         size = flat.layout.shard_numel
-        receive = self.pool.empty((self.comm.world_size - 1) * size, local.dtype)
+        receive = self.pool.empty(self.comm.received_parts * size, local.dtype)
         mean = self.pool.empty(size, flat.dtypes.sum)
         total = mean.new_zeros((), dtype=torch.promote_types(mean.dtype, torch.float32))
         bounds = flat.layout.shards()
@@ -243,6 +241,31 @@ class Reducer:
     def _fits(self, unit: Unit) -> bool:
         """Whether the unit's reduction may be under way beside the others: one is, and what is small altogether."""
         return unit.nbytes + sum(other.nbytes for other, _ in self._in_flight) <= self._at_once
+
+    def _await_room(self, unit: Unit) -> bool:
+        """Wait for a while until the unit's reduction may be under way; returns whether it may."""
+        while self._in_flight and not self._fits(unit):
+            if not all(part.handle.arrives(self._patience) for part in self._in_flight[0][1]):
+                self._patience /= 4
+                return False
+            self._finish()
+        return True
+
+    @unseen
+    def _has_room(self, unit: Unit) -> bool:
+        """Whether the unit may have a buffer for its gradients now.
+
+        Where parameters are sharded, memory is what counts: not beside the buffer of another unit that is on the wire;
+        autograd's own tensors do until that has arrived.
+        """
+        if not unit.sharded:
+            return True
+        while self._in_flight and all(part.handle.arrives(0) for part in self._in_flight[0][1]):
+            self._finish()
+        if self._in_flight and not self._fits(unit):
+            return False
+        self.collector.take(unit)
+        return True
 
     def _finish_all(self) -> None:
         while self._in_flight:

@@ -61,14 +61,9 @@ def restore(unit: Unit) -> None:
     """
     unguard(unit)
     for flat in unit.flats:
-        whole = flat.full
-        if not flat.aliased:
-            whole = torch.empty(flat.layout.numel, dtype=flat.dtypes.master, device=flat.full.device)
-            whole[flat.low : flat.high].copy_(flat.shard)
-            if not flat.owns_all:
-                flat.comm.all_gather(whole, flat.layout.shards(), f"restoring {flat.name}").wait()
-        for slot, param in zip(flat.layout.slots, flat.params, strict=True):
-            param.data = slot.view(whole[slot.start : slot.stop]).to("cpu", flat.dtypes.user, copy=True)
+        for index, param in enumerate(flat.params):
+            values = flat.slot(flat.full, index).clone() if flat.aliased else flat.whole_master(index)
+            param.data = flat.layout.slots[index].view(values).to("cpu", flat.dtypes.user)
             del param._zero_place  # type: ignore[attr-defined]
         flat.forget()
 

@@ -248,6 +248,23 @@ class Flat:
             self.slot(self.local, index).add_(self.layout.slots[index].flatten(dense))
 
     @torch.no_grad()
+    def whole_master(self, index: int) -> Tensor:
+        """The whole master weights of parameter ``index``, 1-D in the flat buffer's order, in memory of their own.
+        Collective where they are sharded.
+        """
+        own = self.own(self.shard, index)
+        return own.clone() if self.owns_all else self._assemble(index, own, f"master weights of {self.names[index]}")
+
+    def _assemble(self, index: int, own: Tensor, what: str) -> Tensor:
+        """A whole tensor of parameter ``index``'s size from the ranks' own parts. Collective."""
+        bounds = self.layout.pieces(index)
+        low, high = bounds[self.comm.rank]
+        out = own.new_empty(self.layout.slots[index].numel)
+        out[low:high].copy_(own)
+        self.comm.all_gather(out, bounds, what, kind="reduce").wait()
+        return out
+
+    @torch.no_grad()
     def whole_gradient(self, index: int) -> Tensor:
         """The whole gradient of parameter ``index``, in the shape and dtype of ``p.grad``. Collective once it is
         reduced.
@@ -257,12 +274,7 @@ class Flat:
         if own is None:
             raise RuntimeError(f"The gradient of {self.names[index]!r} was dropped: it cannot be read any more.")
         if not whole:
-            bounds = self.layout.pieces(index)
-            low, high = bounds[self.comm.rank]
-            out = own.new_empty(slot.numel)
-            out[low:high].copy_(own)
-            self.comm.all_gather(out, bounds, f"gradient of {self.names[index]}", kind="reduce").wait()
-            own = out
+            own = self._assemble(index, own, f"gradient of {self.names[index]}")
         return slot.view(own.to(self.dtypes.compute, copy=True))
 
     @torch.no_grad()

@@ -1,0 +1,113 @@
+"""The ways to make ranks (torchrun, SLURM, the Trainer itself, processes for one fit), and SLURM's signal to them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import distributed
+from lightning.pytorch import Callback
+from lightning.pytorch.trainer.connectors import signal_connector
+from test_strategy import STAGES, Net, loader, trainer, zero
+from torch.utils.data import ConcatDataset, DataLoader
+
+SCRIPT = Path(__file__).with_name("hosts_fit.py")
+OF_A_RANK = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def start(*options, strategy="zero3", **env):
+    inherited = {key: value for key, value in os.environ.items() if key not in OF_A_RANK}
+    path = os.pathsep.join([str(SCRIPT.parent), *sys.path])
+    return subprocess.Popen(
+        [sys.executable, *options, str(SCRIPT), "3", "1", strategy],
+        env={**inherited, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def weights(*processes):
+    """What rank 0, or the process that has started the ranks, prints about the weights at the end."""
+    said = [process.communicate(timeout=150) for process in processes]
+    assert all(process.returncode == 0 for process in processes), "\n".join(err for _, err in said)
+    (result,) = [line for out, _ in said for line in out.splitlines() if line.startswith("RESULT")]
+    return json.loads(result.removeprefix("RESULT"))[1]
+
+
+def slurm(rank, job):
+    """The variables with which ``srun`` starts one of two ranks; Lightning makes the port from the job's number."""
+    alike = {"JOB_ID": job, "JOB_NAME": "fit", "NODELIST": "127.0.0.1", "NNODES": 1, "NTASKS": 2, "NTASKS_PER_NODE": 2}
+    own = {"NODEID": 0, "PROCID": rank, "LOCALID": rank}
+    return {f"SLURM_{key}": str(value) for key, value in {**alike, **own}.items()}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return weights(start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))
+
+
+def test_slurm(expected):
+    assert weights(*[start(**slurm(rank, os.getpid())) for rank in range(2)]) == expected
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["zero3_notebook", *(pytest.param(f"zero3{end}", marks=pytest.mark.full) for end in ("", "_fork", "_spawn"))],
+)
+def test_the_trainer_starts_the_ranks(strategy, expected):
+    assert weights(start(strategy=strategy)) == expected
+
+
+class Signalled(Net):
+    """Gets SLURM's signal on one rank, between two blocks of a forward."""
+
+    def __init__(self, rank, batch):
+        super().__init__()
+        self.rank, self.batch = rank, batch
+        self.blocks[1].register_forward_hook(self.send)
+
+    def training_step(self, batch, batch_idx):
+        self.now = batch_idx == self.batch and self.global_rank == self.rank
+        return super().training_step(batch, batch_idx)
+
+    def send(self, *_):
+        if self.training and self.now:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+class Batches(Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.seen.append(batch_idx)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_signal_of_slurm_to_one_rank_saves_on_all(rank, world_size, stage, accumulate, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(signal_connector, "call", lambda command: calls.append(command) or 0)
+    os.environ.update(slurm(rank, 1234))
+    alike = ConcatDataset([loader(1).dataset] * 32)  # a resumed fit begins the epoch's data anew
+    data = DataLoader(alike, batch_size=2)
+
+    def run(model):
+        batches = Batches()
+        kwargs = {"callbacks": [batches], "accumulate_grad_batches": accumulate}
+        trainer(rank, world_size, tmp_path, zero(stage), **kwargs).fit(model, data)
+        return batches.seen
+
+    straight, again = Signalled(rank=1, batch=3), Signalled(rank=1, batch=-1)
+    assert run(straight) == list(range(8))
+    assert calls == ([["scontrol", "requeue", "1234"]] if rank == 0 else [])
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["hpc_ckpt_1.ckpt"]
+    assert run(again) == list(range(5 if accumulate == 1 else 6, 8))  # Lightning finds the file by itself
+    for name, value in again.state_dict().items():
+        assert value.equal(straight.state_dict()[name]), name
