@@ -64,7 +64,7 @@ class ZeroMonitor(Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
         """Take the norm where nobody clips by it."""
         self._norm = None
-        if self._is_due(trainer, trainer.global_step + 1):
+        if self._is_due(trainer, trainer.global_step + 1) and not _clips_by_norm(trainer):
             engine = trainer.strategy.engine
             shared, private = engine.sharded(raw_optimizer(optimizer)).gradients()
             self._norm = total_norm(shared, private, engine.comm)
@@ -101,11 +101,11 @@ class ZeroMonitor(Callback):
 
 
 def _clips_by_norm(trainer: Any) -> bool:
-    """Whether the last clipping was of the last step: of manual ones nobody knows, so the last one counts."""
+    """Whether there is a clipped norm to report; in manual optimization that of the last clipping, if there was one."""
+    if not trainer.lightning_module.automatic_optimization:
+        return trainer.strategy.gradient_norm is not None
     algorithm = str(getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) or "norm")
-    return not trainer.lightning_module.automatic_optimization or (
-        bool(trainer.gradient_clip_val) and algorithm == "norm"
-    )
+    return bool(trainer.gradient_clip_val) and algorithm == "norm"
 
 
 def _totals(engine: Engine) -> dict[str, float]:

@@ -5,21 +5,20 @@ By default each kind runs under stage 3, with ``--full`` under all of them.
 
 import functools
 import itertools
-from importlib.util import find_spec
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from harness import distributed
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
+from peft import LoraConfig, get_peft_model
 from test_strategy import STAGES, trainer, zero
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero import ZeroStrategy
-
-transformers = pytest.importorskip("transformers")
 
 STEPS, BATCH, RANKS = 5, 2, 2
 VOCABULARY, LENGTH, DIM = 24, 6, 8
@@ -184,8 +183,6 @@ def lora():
 
 
 def peft(use_reentrant):
-    from peft import LoraConfig, get_peft_model
-
     config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
     model = get_peft_model(llama().bfloat16(), config)
     if use_reentrant is not None:
@@ -194,9 +191,8 @@ def peft(use_reentrant):
     return Transformer(model, tokens)
 
 
-installed = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 for suffix, reentrant in CHECKPOINTING.items():
-    kind("peft" + suffix, installed, full=not reentrant)(functools.partial(peft, reentrant))
+    kind("peft" + suffix, full=not reentrant)(functools.partial(peft, reentrant))
 
 
 class Encoder(nn.Module):

@@ -19,7 +19,9 @@ master weights. The **stage** (``stages``) says what is sharded.
 6. *step* (``clipping``, ``nonfinite``, ``norm``; ``optim``, ``elementwise``): gradients are checked, unscaled and
    clipped, and the user's optimizer runs on the shards; whole parameters are gathered again.
 
-``comm`` (with ``lanes`` and ``peers``) is the only file that talks to other ranks; ``state`` turns shards into whole
+A module on ``meta`` is filled unit by unit as it is cut (``materialize``).
+
+``comm`` (with ``lanes``, ``peers`` and ``outside``) is the only file that talks to other ranks; ``state`` turns shards into whole
 values and back.
 """
 

@@ -49,7 +49,6 @@ class Materializer:
     """
 
     def __init__(self, module: nn.Module, specs: Sequence[UnitSpec]) -> None:
-        self._module = module
         homes = {id(p): index for index, spec in enumerate(specs) for p in spec.params.values()}
         above = {child: parent for parent in module.modules() for child in parent.children()}
         order = list(_post_order(module, ""))
@@ -71,11 +70,11 @@ class Materializer:
         for inner in [None, *self._calls]:
             if inner is not None:
                 self._fill(inner)
-            for index in [index for index, needed in waiting.items() if not needed - {inner}]:
+                for needed in waiting.values():
+                    needed.discard(inner)
+            for index in [index for index, needed in waiting.items() if not needed]:
                 del waiting[index]
                 yield index
-            for needed in waiting.values():
-                needed.discard(inner)
 
     def _fill(self, inner: nn.Module) -> None:
         own = [key for key, tensor in _tensors(inner) if tensor.is_meta]
