@@ -106,12 +106,13 @@ def promised(stage, accumulate, world_size, autocast):
     return 2 + 16 * share if autocast else 4 + 12 * share
 
 
-def on_top(stage, accumulate, autocast):
-    """Bytes a parameter of one unit: two gradients and a receive buffer; two live units where parameters are sharded;
-    and of a quarter of it (one of its four parameters) the gradient that autograd is making."""
+def on_top(stage, accumulate, world_size, autocast):
+    """Bytes a parameter of one unit: two gradients, and a rank's part of one as it is received, and of the mean where
+    the sum's memory is not the mean's; two live units where parameters are sharded; and of a quarter of it (one of its
+    four parameters) the gradient that autograd is making."""
     element = 2 if autocast else 4
-    receive = 4 if stage == 1 and accumulate > 1 else element
-    return (4.25 if stage == 3 else 2.25) * element + receive
+    parts = 8 if stage == 1 and accumulate > 1 else element
+    return (4.25 if stage == 3 else 2.25) * element + parts / world_size
 
 
 needs_mallinfo = pytest.mark.skipif(
@@ -130,10 +131,38 @@ def test_memory_of_the_paper(rank, world_size, stage):
             small, large = (measure(width, comm, stage, accumulate, autocast) for width in (SMALL, LARGE))
             slope = (large - small) / (numel(LARGE) - numel(SMALL))
             states = 1.01 * promised(stage, accumulate, world_size, autocast)
-            allowed = states + on_top(stage, accumulate, autocast) / DEPTH
+            allowed = states + on_top(stage, accumulate, world_size, autocast) / DEPTH
             assert slope <= allowed, (
                 f"accumulate {accumulate}, bf16 {autocast}: {slope:.3f} bytes a parameter, allowed {allowed:.3f}"
             )
+
+
+@needs_mallinfo
+@distributed(world_size=2)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_end_of_a_run_takes_no_second_copy(rank, world_size, autocast):
+    """The whole parameters and this rank's moments are there then; a unit at a time is there as master, too."""
+
+    def measure(width):
+        before = allocated()
+        model = Tower(width)
+        engine = build_engine(model, comm, autocast, stage=3)
+        optimizer = adamw(model.named_parameters())
+        with engine.forward(), precision(autocast):
+            loss = model(torch.ones(1, width))
+        with engine.backward():
+            loss.backward()
+        engine.step(optimizer)
+        del loss
+        with PeakOfOperations() as peak:
+            engine.release(whole=True)
+        return peak.highest - before
+
+    with communicator() as comm:
+        measure(LARGE)  # what libraries make once and keep
+        slope = (measure(LARGE) - measure(SMALL)) / (numel(LARGE) - numel(SMALL))
+    allowed = 4 + 8 / world_size + 2 * 4 / DEPTH
+    assert slope <= 1.01 * allowed, f"{slope:.3f} bytes a parameter, allowed {allowed:.3f}"
 
 
 class PeakOfOperations(TorchDispatchMode):

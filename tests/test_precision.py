@@ -104,15 +104,14 @@ class Observe(Callback):
         for name in WATCHED:
             pl_module.get_submodule(name).register_forward_hook(self.on_forward(name))
         home = {engine.locate(pl_module.get_parameter(f"{name}.weight"))[0].name: name for name in WATCHED}
-        send = engine.comm.reduce_scatter
+        send = engine.comm.exchange
 
-        def reduce_scatter(out, full, receive, bounds, what, *rest):
-            name = home.get(what.removeprefix("reduction of "))
-            self.seen["wire"][name], self.seen["sum"][name] = full.dtype, out.dtype
+        def exchange(full, receive, bounds, what):
+            self.seen["wire"][home.get(what.removeprefix("reduction of "))] = full.dtype
             assert receive.dtype == full.dtype
-            return send(out, full, receive, bounds, what, *rest)
+            return send(full, receive, bounds, what)
 
-        engine.comm.reduce_scatter = reduce_scatter
+        engine.comm.exchange = exchange
 
     def on_forward(self, name):
         def hook(module, args, output):
@@ -122,7 +121,9 @@ class Observe(Callback):
 
     def on_after_backward(self, trainer, pl_module):
         for name in WATCHED:
-            self.seen["p.grad"][name] = pl_module.get_parameter(f"{name}.weight").grad.dtype
+            weight = pl_module.get_parameter(f"{name}.weight")
+            self.seen["p.grad"][name] = weight.grad.dtype
+            self.seen["sum"][name] = trainer.strategy.engine.locate(weight)[0].reduced.dtype
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         engine, seen = trainer.strategy.engine, self.seen
@@ -237,8 +238,8 @@ class Gradients(Callback):
 
     def on_train_start(self, trainer, pl_module):
         comm = trainer.strategy.engine.comm
-        send = comm.reduce_scatter
-        comm.reduce_scatter = lambda out, full, *rest: (self.sent.add(SHORT[full.dtype]), send(out, full, *rest))[1]
+        send = comm.exchange
+        comm.exchange = lambda full, *rest: (self.sent.add(SHORT[full.dtype]), send(full, *rest))[1]
 
     def on_after_backward(self, trainer, pl_module):
         self.kept = trainer.strategy.engine.memory()["gradients"]

@@ -54,7 +54,9 @@ class ZeroConfig:
     """
 
     max_unit_bytes: int = 512 * MIB
-    """Units larger than this are split at their children."""
+    """Units larger than this are split at their children. So are, where that is safe and ``unit_classes`` does not name
+    them, those larger than 1/16 of the model and than ``min_unit_bytes``: about four units are whole at a time.
+    """
 
     persistence_threshold: int = 0
     """Stage 3: parameters with at most this many elements stay whole on every rank. 0: none."""

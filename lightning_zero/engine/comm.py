@@ -78,44 +78,40 @@ class Communicator:
                 starts.append(lane.send(host[low:high], peer, tag))
         return lane.submit(starts, what, None if host is full else lambda: full.copy_(host))
 
-    def reduce_scatter(
-        self, out: Tensor, full: Tensor, receive: Tensor, bounds: Bounds, what: str, total: Tensor
-    ) -> Handle:
-        """Average this rank's part of ``full`` over the ranks. Asynchronous: ``out`` is written in ``wait``.
+    def exchange(self, full: Tensor, receive: Tensor, bounds: Bounds, what: str) -> Handle:
+        """The traffic of a reduction: every rank's contribution to this rank's part comes to lie in :meth:`parts`.
 
-        Point to point it is a pairwise exchange: in each round one part is sent and one received, into ``receive`` at
-        first, then into the part of ``full`` that the round before has sent. So it takes the memory of one part,
-        however many ranks there are.
+        Point to point it is pairwise: in each round one part is sent and one received, into ``receive`` at first, then
+        into the part of ``full`` that the round before has sent. So it takes the memory of one part, however many ranks
+        there are. Asynchronous.
 
         Args:
-            out: 1-D, the sum's dtype (fp32 for 16-bit gradients), as long as this rank's part.
-            full: 1-D, the wire dtype; the other ranks' parts of it are overwritten.
-            receive: 1-D, the wire dtype, :attr:`received_parts` parts long; in use until ``wait`` returns.
-            total: 0-dim, gets the sum of ``out``'s elements added: it is finite if they are (and small enough).
+            full: 1-D; the other ranks' parts of it are overwritten.
+            receive: 1-D, of the same dtype, :attr:`received_parts` parts long.
         """
         low, high = bounds[self.rank]
         size = high - low
         self._count("reduce", sum(b - a for a, b in bounds) - size, full.dtype)
         lane = self._lanes["reduce"]
-        parts = self.parts(full, receive, bounds)
         if self.nccl:
+            parts = self.parts(full, receive, bounds)
             sends = [full[start:stop] if rank != self.rank else full[:0] for rank, (start, stop) in enumerate(bounds)]
             receives = [part if rank != self.rank else receive[:0] for rank, part in enumerate(parts)]
-            exchange = partial(dist.all_to_all, receives, sends, group=lane.group, async_op=True)
-            return lane.submit([exchange], what, lambda: mean_(out, parts, total))
+            return lane.submit([partial(dist.all_to_all, receives, sends, group=lane.group, async_op=True)], what)
         tag = lane.tag(what)
-        host = full.cpu()
-        parts = parts if host is full else self.parts(host, receive.cpu(), bounds)
+        host, first = full.cpu(), receive.cpu()
+        parts = self.parts(host, first, bounds)
         rounds: list[Round] = []
         for turn in range(1, self.world_size if size else 1):
             to, source = (self.rank + turn) % self.world_size, (self.rank - turn) % self.world_size
             start, stop = bounds[to]
             rounds.append([lane.receive(parts[source], source, tag), lane.send(host[start:stop], to, tag)])
-        return lane.submit_rounds(rounds, what, lambda: mean_(out, parts, total))
+        back = None if host is full else lambda: (full.copy_(host), receive.copy_(first))
+        return lane.submit_rounds(rounds, what, back)
 
     @property
     def received_parts(self) -> int:
-        """Parts that :meth:`reduce_scatter` needs memory for."""
+        """Parts that :meth:`exchange` needs memory for."""
         return self.world_size - 1 if self.nccl else min(1, self.world_size - 1)
 
     def parts(self, full: Tensor, receive: Tensor, bounds: Bounds) -> list[Tensor]:
@@ -258,22 +254,27 @@ class Communicator:
             self.sent_bytes[kind] += elements * dtype.itemsize
 
 
-def mean_(out: Tensor, parts: Sequence[Tensor], total: Tensor) -> None:
-    """Write the mean of ``parts`` to ``out`` and add its sum to ``total``: in fp32 at least, in the order of ``parts``.
+def mean_(out: Tensor, parts: Sequence[Tensor], add: bool) -> Tensor:
+    """Write the mean of ``parts`` to ``out``, or add it; returns the sum of its elements, 0-dim.
 
-    On CPU a piece that stays in the cache at a time.
+    It is taken in fp32 at least, in the order of ``parts``, and rounded to ``out``'s dtype; on CPU a piece that stays
+    in the cache at a time. The sum is finite if the mean is (and small enough).
     """
     wide = torch.promote_types(out.dtype, torch.float32)
+    total = out.new_zeros((), dtype=wide)
     size = PIECE if out.device.type == "cpu" else max(out.numel(), 1)
-    scratch = None if wide == out.dtype else out.new_empty(min(size, out.numel()), dtype=wide)
+    scratch = None if wide == out.dtype and not add else out.new_empty(min(size, out.numel()), dtype=wide)
     for start in range(0, out.numel(), size):
-        mean = out[start : start + size]
-        piece = mean if scratch is None else scratch[: mean.numel()]
+        target = out[start : start + size]
+        piece = target if scratch is None else scratch[: target.numel()]
         piece.copy_(parts[0][start : start + size])
         for part in parts[1:]:
-            piece.add_(part[start : start + size].to(out.device))
+            piece.add_(part[start : start + size])
         if len(parts) > 1:
             piece.mul_(1.0 / len(parts))
         total.add_(piece.sum())
-        if piece is not mean:
-            mean.copy_(piece)
+        if add:
+            target.add_(piece.to(out.dtype))
+        elif piece is not target:
+            target.copy_(piece)
+    return total

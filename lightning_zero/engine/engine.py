@@ -379,10 +379,13 @@ class Engine:
         for flat in (flat for unit in self.units for flat in unit.flats):
             flat.free_gradients()
         self.pool.clear()
-        for unit in self.units if whole else ():
-            state.restore(unit)
+        for unit in self.units:
+            if whole:
+                state.restore(unit)
+            for optimizer in self._optimizers.values():
+                optimizer.forget_masters(unit.flats)
         for optimizer in self._optimizers.values():
-            optimizer.forget_masters()
+            optimizer.let_go()
 
     def memory(self) -> dict[str, int]:
         """Live bytes on this rank by kind; ``buffers`` are free ones that the pool keeps for reuse."""

@@ -1,5 +1,6 @@
 """Cutting a model into units: which parameters are gathered and reduced together, and which modules they serve."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,6 +11,11 @@ from lightning_zero.config import ZeroConfig
 
 SMALL = 8 * 2**20
 """Bytes below which a unit costs more in messages than it saves in memory."""
+
+SHARE = 16
+"""A unit need not be smaller, and had better not be larger, than this fraction of the model: about four are whole at a
+time, as parameters or gradients.
+"""
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules without a forward of their own: hooks on them would never run."""
@@ -42,8 +48,9 @@ def make_units(module: nn.Module, config: ZeroConfig) -> list[UnitSpec]:
         ValueError: a class named in the configuration does not occur in the module.
     """
     _check_classes(module, config)
-    total = sum(p.numel() * p.element_size() for p in module.parameters())
-    specs = [UnitSpec(name, [block]) for name, block in _blocks(module, config)]
+    share = _nbytes(module) // SHARE
+    most = min(config.max_unit_bytes, max(share, config.min_unit_bytes, SMALL))
+    specs = [UnitSpec(name, [block]) for name, block in _blocks(module, config, most)]
     covered = {id(m) for spec in specs for m in spec.modules[0].modules()}
     largest = max((_nbytes(spec.modules[0]) for spec in specs), default=0)
     specs += _large_layers(module, covered, max(largest, config.min_unit_bytes))
@@ -54,7 +61,7 @@ def make_units(module: nn.Module, config: ZeroConfig) -> list[UnitSpec]:
     small = UnitSpec("(persistent)", [], persistent=True)
     if config.stage == 3 and config.persistence_threshold:
         _set_apart(small, [root, *specs], config.persistence_threshold)
-    least = min(config.min_unit_bytes, max(total // 16, SMALL))
+    least = min(config.min_unit_bytes, max(share, SMALL))
     merged = _merge([spec for spec in specs if spec.params], least)
     return [spec for spec in (root, small) if spec.params] + merged
 
@@ -71,23 +78,51 @@ def _check_classes(module: nn.Module, config: ZeroConfig) -> None:
                 raise ValueError(f"{option} names {name!r}, but no module of that class is in {type(module).__name__}.")
 
 
-def _blocks(module: nn.Module, config: ZeroConfig) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that become units, outermost first, none inside another."""
+def _blocks(module: nn.Module, config: ZeroConfig, most: int) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that become units, outermost first, none inside another.
 
-    def walk(name: str, parent: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        listed = isinstance(parent, nn.ModuleList | nn.Sequential) and not config.unit_classes
+    A block larger than ``most`` bytes is cut at its children where that is safe; the small ones are the root's.
+    """
+    small = most // SHARE
+
+    def is_whole(block: nn.Module, kind: str, size: int) -> bool:
+        if size <= most or kind in config.leaf_classes:
+            return True
+        if size > config.max_unit_bytes:
+            return not any(block.children())
+        return kind in config.unit_classes or not _is_divisible(block, small)
+
+    def walk(name: str, parent: nn.Module, least: float) -> Iterator[tuple[str, nn.Module]]:
+        if isinstance(parent, nn.ModuleList | nn.Sequential) and not config.unit_classes:
+            least = 0
         for key, child in parent.named_children():
             path = f"{name}.{key}" if name else key
-            kind = type(child).__name__
-            is_leaf = kind in config.leaf_classes
-            wanted = is_leaf or kind in config.unit_classes or listed and not isinstance(child, CONTAINERS)
-            size = _nbytes(child)
-            if wanted and size and (is_leaf or size <= config.max_unit_bytes or not any(child.children())):
+            kind, size = type(child).__name__, _nbytes(child)
+            named = kind in config.leaf_classes or kind in config.unit_classes
+            chosen = named or size >= least and not isinstance(child, CONTAINERS)
+            if size and chosen and is_whole(child, kind, size):
                 yield path, child
             elif size:
-                yield from walk(path, child)
+                yield from walk(path, child, small if chosen else math.inf)
 
-    return walk("", module)
+    return walk("", module, math.inf)
+
+
+def _is_divisible(block: nn.Module, small: int) -> bool:
+    """Whether all ranks may be expected to use a block's children in one order, through the children's forward.
+
+    Not the elements of a list (experts), nor the parts of what is compiled as a whole, nor those of a layer with large
+    weights of its own.
+    """
+    return (
+        any(block.children())
+        and sum(p.numel() * p.element_size() for p in block.parameters(recurse=False)) < small
+        and not any(isinstance(m, CONTAINERS) or _is_compiled(m) for m in block.modules())
+    )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 def _large_layers(module: nn.Module, covered: set[int], threshold: int) -> list[UnitSpec]:

@@ -29,8 +29,8 @@ class Watch:
         self.found = {}
         self._unread = []
 
-    def look(self, flat: Flat, mean: Tensor, total: Tensor, parts: list[Tensor]) -> None:
-        """A shard has been reduced: ``mean`` of ``parts`` (by rank), whose elements add up to ``total``."""
+    def look(self, flat: Flat, total: Tensor, parts: list[Tensor]) -> None:
+        """A shard has been reduced: the mean of ``parts`` (by rank), whose elements add up to ``total``."""
         if not flat.dtypes.sum.is_floating_point and not flat.dtypes.sum.is_complex:
             return
         if total.device.type != "cpu":

@@ -216,11 +216,10 @@ class ShardedOptimizer:
         """Leave the user's object as it was."""
         self._warning.remove()
 
-    def forget_masters(self) -> None:
-        """Keep the state, in host memory, but not the masters that it belongs to: the engine has been released."""
-        self.let_go()
+    def forget_masters(self, flats: Sequence[Flat]) -> None:
+        """Keep the state, in host memory, but not the masters in ``flats`` that it belongs to: those are released."""
         for key, (param, flat, _, tiles) in self._tiles.items():
-            if flat is not None:
+            if flat is not None and flat in flats:
                 ghosts = [torch.empty_like(tile, device="meta") for tile in tiles]
                 for tile, ghost in zip(tiles, ghosts, strict=True):
                     if tile in self.state:

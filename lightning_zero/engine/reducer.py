@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_zero.engine.buffer import Pool
 from lightning_zero.engine.collector import SMALL, Collector
-from lightning_zero.engine.comm import Communicator
+from lightning_zero.engine.comm import Communicator, mean_
 from lightning_zero.engine.guard import Place
 from lightning_zero.engine.lanes import Handle
 from lightning_zero.engine.modes import unseen
@@ -33,8 +33,6 @@ class _InFlight:
     local: Tensor
     summing: bool
     receive: Tensor
-    mean: Tensor
-    total: Tensor
 
 
 class Reducer:
@@ -230,13 +228,9 @@ class Reducer:
         # what comes now is late: it finds no buffer and gets one of its own
         flat.in_local = [False] * len(flat.params)
         flat.local, summing = None, flat.summing
-        size = flat.layout.shard_numel
-        receive = self.pool.empty(self.comm.received_parts * size, local.dtype)
-        mean = self.pool.empty(size, flat.dtypes.sum)
-        total = mean.new_zeros((), dtype=torch.promote_types(mean.dtype, torch.float32))
-        bounds = flat.layout.shards()
-        handle = self.comm.reduce_scatter(mean, local, receive, bounds, f"reduction of {flat.name}", total)
-        return _InFlight(flat, handle, local, summing, receive, mean, total)
+        receive = self.pool.empty(self.comm.received_parts * flat.layout.shard_numel, local.dtype)
+        handle = self.comm.exchange(local, receive, flat.layout.shards(), f"reduction of {flat.name}")
+        return _InFlight(flat, handle, local, summing, receive)
 
     def _fits(self, unit: Unit) -> bool:
         """Whether the unit's reduction may be under way beside the others: one is, and what is small altogether."""
@@ -277,11 +271,32 @@ class Reducer:
         unit, parts = self._in_flight.popleft()
         for part in parts:
             part.handle.wait()
-            sources = self.comm.parts(part.local, part.receive, part.flat.layout.shards())
-            self.watch.look(part.flat, part.mean, part.total, sources)
-            self.pool.free(part.receive)
-            self._store(part, self._widen(part.flat, part.mean))
+            self._store(part)
         unit.move_grad(GradState.READY)
+
+    def _store(self, part: _InFlight) -> None:
+        """Add what has arrived to the gradient of this rank's shard."""
+        flat, local, size = part.flat, part.local, part.flat.layout.shard_numel
+        parts = self.comm.parts(local, part.receive, flat.layout.shards())
+        adds = flat.reduced is not None and flat.reduced.numel() == size  # stage 0's is the whole
+        mean = flat.reduced if flat.reduced is not None and adds else self.pool.empty(size, flat.dtypes.sum)
+        self.watch.look(flat, mean_(mean, parts, adds), parts)
+        self.pool.free(part.receive)
+        if flat.reduced is not None:
+            if not adds:
+                mean = self._widen(flat, mean)
+                flat.reduced.add_(mean)
+                self.pool.free(mean)
+            self.pool.free(local)
+        elif part.summing:
+            # the shard of a summed window stays where it is: no memory beside the sum's
+            mean = self._widen(flat, mean)
+            flat.reduced, flat.backing = local[flat.low : flat.high], local
+            flat.reduced.copy_(mean)
+            self.pool.free(mean)
+        else:
+            flat.reduced = flat.backing = self._widen(flat, mean)
+            self.pool.free(local)
 
     def _widen(self, flat: Flat, mean: Tensor) -> Tensor:
         """Stage 0: every rank needs the whole mean."""
@@ -293,21 +308,6 @@ class Reducer:
         self.pool.free(mean)
         self.comm.all_gather(whole, flat.layout.shards(), f"sums of {flat.name}", kind="reduce").wait()
         return whole
-
-    def _store(self, part: _InFlight, mean: Tensor) -> None:
-        flat = part.flat
-        if flat.reduced is not None:
-            flat.reduced.add_(mean)
-            self.pool.free(mean)
-            self.pool.free(part.local)
-        elif part.summing:
-            # the shard of a summed window stays where it is: no memory beside the sum's
-            flat.reduced, flat.backing = part.local[flat.low : flat.high], part.local
-            flat.reduced.copy_(mean)
-            self.pool.free(mean)
-        else:
-            flat.reduced = flat.backing = mean
-            self.pool.free(part.local)
 
     def _union(self, flag: bool) -> list[bool]:
         """What at least one rank has: a bit per parameter (a gradient), two per flat (a late gradient, a second use),

@@ -1,0 +1,93 @@
+"""How a model is cut into units. Sizes are those of large models; on meta they take no memory."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.config import ZeroConfig
+from lightning_zero.engine.grouping import make_units
+
+DIM = 1024  # a block is 48 MiB
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.qkv, self.proj = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+
+
+class Scaled(Block):
+    """A little weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(DIM))
+
+
+class Fused(Block):
+    """A large weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.fused = nn.Parameter(torch.empty(DIM, DIM))
+
+
+class Experts(Block):
+    """Which elements of a list are used is the data's business."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+
+
+class Compiled(Block):
+    def __init__(self):
+        super().__init__()
+        self.compile()
+
+
+class Inside(Block):
+    """Something below is compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = torch.compile(self.up)
+
+
+def names(kind, depth, **settings):
+    with torch.device("meta"):
+        module = nn.ModuleDict({"blocks": nn.ModuleList(kind() for _ in range(depth)), "head": nn.Linear(DIM, 8)})
+    units = make_units(module, ZeroConfig(**settings))
+    found = [name for unit in units for name in unit.params]
+    assert sorted(found) == sorted(name for name, _ in module.named_parameters())
+    assert units[0].is_root
+    return {unit.name: sorted(unit.params) for unit in units}
+
+
+@pytest.mark.parametrize("kind", [Block, Scaled])
+def test_a_block_that_is_much_of_the_model_is_cut_at_its_layers(kind):
+    units = names(kind, 4)
+    assert list(units) == ["", *(f"blocks.{i}.{layer}" for i in range(4) for layer in ("qkv", "up", "down"))]
+    assert units["blocks.1.qkv"] == [f"blocks.1.{layer}.{p}" for layer in ("proj", "qkv") for p in ("bias", "weight")]
+    assert "blocks.1.norm.weight" in units[""], "what is small is no reason for a message"
+
+
+def test_a_block_that_is_little_of_the_model_stays_whole():
+    assert list(names(Block, 16)) == ["", *(f"blocks.{i}" for i in range(16))]
+
+
+@pytest.mark.parametrize("kind", [Fused, Experts, Compiled, Inside])
+def test_a_block_stays_whole_where_cutting_it_may_be_wrong(kind):
+    assert list(names(kind, 4)) == ["", *(f"blocks.{i}" for i in range(4))]
+
+
+@pytest.mark.parametrize("option", ["unit_classes", "leaf_classes"])
+def test_a_block_that_the_user_names_stays_whole(option):
+    assert list(names(Block, 4, **{option: ("Block",)})) == ["", *(f"blocks.{i}" for i in range(4))]
+
+
+def test_the_largest_unit_that_the_user_allows():
+    assert list(names(Block, 16, max_unit_bytes=2**25))[1:4] == ["blocks.0.qkv", "blocks.0.up", "blocks.0.down"]
+    assert list(names(Block, 16, max_unit_bytes=2**25, leaf_classes=("Block",)))[1:3] == ["blocks.0", "blocks.1"]
