@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+import zoo
 from harness import distributed
 from oracles import adamw, build_engine, communicator, precision
 from test_optimizers import SignMomentum
@@ -163,6 +164,37 @@ def test_the_end_of_a_run_takes_no_second_copy(rank, world_size, autocast):
         slope = (measure(LARGE) - measure(SMALL)) / (numel(LARGE) - numel(SMALL))
     allowed = 4 + 8 / world_size + 2 * 4 / DEPTH
     assert slope <= 1.01 * allowed, f"{slope:.3f} bytes a parameter, allowed {allowed:.3f}"
+
+
+@needs_mallinfo
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_steps_leave_nothing_behind(rank, world_size, stage):
+    """Neither objects nor bytes: what grows, grows in both of two equal stretches."""
+    with communicator() as comm:
+        model = zoo.make("DeepMlp")
+        engine = build_engine(model, comm, stage=stage)
+        optimizer = adamw(model.named_parameters())
+        engine.events = None
+
+        def after(steps):
+            for _ in range(steps):
+                with engine.forward():
+                    loss = model(torch.ones(4, zoo.DIM))
+                with engine.backward():
+                    loss.sum().backward()
+                engine.step(optimizer)
+                optimizer.zero_grad()
+            del loss
+            gc.collect()
+            return len(gc.get_objects()), allocated()
+
+        looks = [after(20), after(50), after(50)]
+        engine.release(whole=True)
+    (objects, nbytes) = zip(*looks, strict=True)
+    growth = [min(second - first, third - second) for first, second, third in (objects, nbytes)]
+    # a step that leaves one small tensor behind leaves an object, or 300 bytes
+    assert growth[0] < 50 and growth[1] < 50 * 200, f"objects {objects}, bytes {nbytes}"
 
 
 class PeakOfOperations(TorchDispatchMode):
