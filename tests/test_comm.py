@@ -32,6 +32,19 @@ def test_broadcast(rank, world_size):
     assert tensors[2].item() == (world_size > 1)
 
 
+@distributed(world_size=[1, 2, 3, 4, 5, 6])
+def test_all_reduce(rank, world_size):
+    """The same bits on all ranks: a sum is taken in rank order."""
+    numbers = torch.rand(world_size, 7, generator=torch.Generator().manual_seed(0))
+    with communicator() as comm:
+        for op, want in (("max", numbers.amax(0)), ("sum", numbers.sum(0))):
+            got = numbers[rank].clone()
+            comm.all_reduce(got, op, f"test of {op}").wait()
+            assert torch.equal(got, want)
+        comm.all_reduce(torch.empty(0), "sum", "nothing").wait()
+        assert comm.traffic["control"] == 2 * 7 * (world_size - 1)
+
+
 @distributed(world_size=[1, 3])
 def test_agree(rank, world_size):
     with communicator() as comm:

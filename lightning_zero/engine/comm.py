@@ -154,20 +154,28 @@ class Communicator:
             tensor.detach().copy_(host.view(tensor.dtype).view(tensor.shape))
 
     def all_reduce(self, tensor: Tensor, op: str, what: str) -> Handle:
-        """Reduce a small 1-D CPU tensor in place; ``op`` is ``"max"`` or ``"sum"``. Asynchronous.
+        """Reduce a small 1-D CPU tensor in place, in rank order; ``op`` is ``"max"`` or ``"sum"``. Asynchronous.
 
-        Every rank sends to every other. A collective of gloo's would take messages of ranks that have parted for one
-        another, and end the process without a word where their sizes differ.
+        Every rank gets every row, in rounds that double what it has (Bruck et al. 1997): log2 N messages. A collective
+        of gloo's would take messages of ranks that have parted for one another, and end the process without a word
+        where their sizes differ.
         """
         self._count("control", tensor.numel() * (self.world_size - 1), tensor.dtype)
         lane = self._lanes["control"]
         tag = lane.tag(what)
-        rows = tensor.repeat(self.world_size, 1)
-        starts = []
-        for peer in self._peers_in_turn() if tensor.numel() else ():
-            starts.append(lane.receive(rows[peer], peer, tag))
-            starts.append(lane.send(rows[self.rank], peer, tag))
-        return lane.submit(starts, what, lambda: tensor.copy_(rows.amax(0) if op == "max" else rows.sum(0)))
+        rows = tensor.repeat(self.world_size, 1)  # this rank's first, then of the ranks before it
+        rounds: list[Round] = []
+        there = 1
+        while there < self.world_size and tensor.numel():
+            count = min(there, self.world_size - there)
+            to, source = (self.rank + there) % self.world_size, (self.rank - there) % self.world_size
+            arriving, known = rows[there : there + count].view(-1), rows[:count].view(-1)
+            rounds.append([lane.receive(arriving, source, tag), lane.send(known, to, tag)])
+            there *= 2
+        order = [(self.rank - rank) % self.world_size for rank in range(self.world_size)]
+        return lane.submit_rounds(
+            rounds, what, lambda: tensor.copy_(rows.amax(0) if op == "max" else rows[order].sum(0))
+        )
 
     def gather_pieces(self, own: Tensor, out: Tensor | None, bounds: Bounds, dst: int, what: str) -> None:
         """Collect every rank's piece of a tensor on rank ``dst``; ``out`` (1-D, CPU) is given there only."""

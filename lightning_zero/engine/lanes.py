@@ -27,6 +27,9 @@ Start = Callable[[], Any]
 Round = Sequence[Start]
 """Operations that are under way together."""
 
+THREADS = "zero-"
+"""How the names of the lanes' threads begin."""
+
 SLICE = 1.0
 """Seconds between two looks at the peers."""
 
@@ -161,7 +164,7 @@ class Lane:
         if not self._running:
             self._running = True
             for target in (self._start_all, self._await_all):
-                threading.Thread(target=target, name=f"zero-{self.name}", daemon=True).start()
+                threading.Thread(target=target, name=f"{THREADS}{self.name}", daemon=True).start()
 
     def _start_all(self) -> None:
         while (handle := self._submitted.get()) is not None:
