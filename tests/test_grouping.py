@@ -56,6 +56,11 @@ class Inside(Block):
         self.up = torch.compile(self.up)
 
 
+class FastPath(nn.TransformerEncoderLayer):
+    def __init__(self):
+        super().__init__(DIM, 8)
+
+
 def names(kind, depth, **settings):
     with torch.device("meta"):
         module = nn.ModuleDict({"blocks": nn.ModuleList(kind() for _ in range(depth)), "head": nn.Linear(DIM, 8)})
@@ -78,7 +83,7 @@ def test_a_block_that_is_little_of_the_model_stays_whole():
     assert list(names(Block, 16)) == ["", *(f"blocks.{i}" for i in range(16))]
 
 
-@pytest.mark.parametrize("kind", [Fused, Experts, Compiled, Inside])
+@pytest.mark.parametrize("kind", [Fused, Experts, Compiled, Inside, FastPath])
 def test_a_block_stays_whole_where_cutting_it_may_be_wrong(kind):
     assert list(names(kind, 4)) == ["", *(f"blocks.{i}" for i in range(4))]
 

@@ -20,6 +20,9 @@ time, as parameters or gradients.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules without a forward of their own: hooks on them would never run."""
 
+FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules that hand their children's weights to one kernel, and take another path where a weight is not there."""
+
 
 @dataclass
 class UnitSpec:
@@ -89,7 +92,7 @@ def _blocks(module: nn.Module, config: ZeroConfig, most: int) -> Iterator[tuple[
         if size <= most or kind in config.leaf_classes:
             return True
         if size > config.max_unit_bytes:
-            return not any(block.children())
+            return isinstance(block, FUSED) or not any(block.children())
         return kind in config.unit_classes or not _is_divisible(block, small)
 
     def walk(name: str, parent: nn.Module, least: float) -> Iterator[tuple[str, nn.Module]]:
@@ -116,6 +119,7 @@ def _is_divisible(block: nn.Module, small: int) -> bool:
     """
     return (
         any(block.children())
+        and not isinstance(block, FUSED)
         and sum(p.numel() * p.element_size() for p in block.parameters(recurse=False)) < small
         and not any(isinstance(m, CONTAINERS) or _is_compiled(m) for m in block.modules())
     )
