@@ -61,11 +61,11 @@ class Communicator:
         if self.nccl:
             if len({stop - start for start, stop in bounds}) == 1:
                 gather = partial(dist.all_gather_single, group=lane.group, async_op=True)
-                starts: list[Start] = [partial(gather, full, full[low:high])]
+                starts = [Start(partial(gather, full, full[low:high]))]
             else:
                 parts = enumerate(bounds)
                 send = partial(dist.broadcast, group=lane.group, async_op=True)
-                starts = [partial(send, full[a:b], rank) for rank, (a, b) in parts]
+                starts = [Start(partial(send, full[a:b], rank)) for rank, (a, b) in parts]
             return lane.submit(starts, what)
         tag = lane.tag(what)
         host = full.cpu()  # gloo's messages lie in host memory; on CPU this is the tensor itself
@@ -97,7 +97,8 @@ class Communicator:
             parts = self.parts(full, receive, bounds)
             sends = [full[start:stop] if rank != self.rank else full[:0] for rank, (start, stop) in enumerate(bounds)]
             receives = [part if rank != self.rank else receive[:0] for rank, part in enumerate(parts)]
-            return lane.submit([partial(dist.all_to_all, receives, sends, group=lane.group, async_op=True)], what)
+            exchange = partial(dist.all_to_all, receives, sends, group=lane.group, async_op=True)
+            return lane.submit([Start(exchange)], what)
         tag = lane.tag(what)
         host, first = full.cpu(), receive.cpu()
         parts = self.parts(host, first, bounds)
@@ -144,7 +145,7 @@ class Communicator:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # bytes: not every dtype can be sent
         host = flat if self.nccl else flat.cpu()
         if self.nccl:
-            starts: list[Start] = [partial(dist.broadcast, host, src, group=lane.group, async_op=True)]
+            starts = [Start(partial(dist.broadcast, host, src, group=lane.group, async_op=True))]
         elif self.rank == src:
             starts = [lane.send(host, peer, tag) for peer in self._peers_in_turn()]
         else:

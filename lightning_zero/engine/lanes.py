@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,13 @@ from torch import Tensor
 
 from lightning_zero.engine.peers import Peers
 
-Start = Callable[[], Any]
-"""Starts one operation of the backend and returns its ``Work``."""
+
+class Start(NamedTuple):
+    """Starts one operation of the backend and returns its ``Work``; ``peer`` is the other end of a message."""
+
+    run: Callable[[], Any]
+    peer: int | None = None
+
 
 Round = Sequence[Start]
 """Operations that are under way together."""
@@ -40,8 +45,9 @@ class Handle:
     def __init__(self, what: str, rounds: Sequence[Round], finish: Callable[[], Any] | None, lane: "Lane") -> None:
         self.what = what
         self.rounds = list(rounds)
-        self.works: list[Any] = []
+        self.works: list[tuple[Any, int | None]] = []
         self.error: BaseException | None = None
+        self.lost: int | None = None
         self.key, self.number = f"{lane.name}:{what}", lane.launched(what)
         self._finish = finish
         self._lane = lane
@@ -61,10 +67,10 @@ class Handle:
             self._lane.peers.wait(self._arrived, self.what, self.number, self._lane.unfinished, SLICE)
             self._lane.waited += time.perf_counter() - begin
         elif not self._lane.blocking:
-            for work in self.works:
+            for work, _ in self.works:
                 work.wait()
         if self.error is not None:
-            raise self._lane.peers.lost(self.what, self.error)
+            raise self._lane.peers.lost(self.what, self.error, self.lost)
         self._done = True
         self.works = []
         if self._finish is not None:
@@ -79,20 +85,22 @@ class Handle:
         """Start the first round; errors are kept for :meth:`wait`."""
         # what starts and works hold are tensors: none may be left here when the main thread goes on
         starts = self.rounds.pop(0)
-        try:
-            for start in starts:
-                self.works.append(start())
-        except Exception as error:  # the backend's, when a peer or the process group has gone
-            self.error = error
+        for run, peer in starts:
+            try:
+                self.works.append((run(), peer))
+            except Exception as error:  # the backend's, when a peer or the process group has gone
+                self.error, self.lost = error, peer
+                break
 
     def arrive(self) -> None:
         """Wait inside the backend, for one round after the other."""
         works, self.works = self.works, []
-        try:
-            while works and self.error is None:
-                works.pop(0).wait()
-        except BaseException as error:  # handed to the main thread
-            self.error = error
+        while works and self.error is None:
+            work, peer = works.pop(0)
+            try:
+                work.wait()
+            except BaseException as error:  # handed to the main thread
+                self.error, self.lost = error, peer
         works.clear()
         if self.rounds and self.error is None:
             self.start()
@@ -128,11 +136,11 @@ class Lane:
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Start:
         """Starts to send a 1-D CPU tensor. (The group's own method: what ``dist.isend`` checks costs more than it.)"""
-        return partial(self.group.send, [_real(tensor)], peer, tag)
+        return Start(partial(self.group.send, [_real(tensor)], peer, tag), peer)
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Start:
         """Starts to receive into a 1-D CPU tensor."""
-        return partial(self.group.recv, [_real(tensor)], peer, tag)
+        return Start(partial(self.group.recv, [_real(tensor)], peer, tag), peer)
 
     def submit(self, starts: Round, what: str, finish: Callable[[], Any] | None = None) -> Handle:
         """Have operations started, and take charge of them; ``finish`` runs in the main thread in ``wait``."""

@@ -5,6 +5,7 @@ it has launched, into the store, and reads what the others wrote.
 """
 
 import json
+import os
 import sys
 import threading
 from collections import Counter
@@ -12,9 +13,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 Position = dict[str, Any]
+
+
+LINGER = 3.0
+"""Seconds that a failed rank stays if the store lives in its process: the others read there why it has failed."""
 
 
 class PeerError(RuntimeError):
@@ -30,6 +35,7 @@ class Peers:
         Peers._generation += 1
         self._store = PrefixStore(f"lightning_zero/{Peers._generation}", store)
         self.rank, self.world_size = rank, world_size
+        self._lingers = rank == 0 and _lives_here(store)
         self.step = 0
         self.trouble = ""
         """Why this rank does what the others do not expect, if it knows."""
@@ -98,8 +104,11 @@ class Peers:
         if self.world_size > 1:
             with suppress(RuntimeError):  # the store's host is gone, and the peers know it
                 self._publish({"waits": None, "step": self.step, "failed": message})
+                if self._lingers:
+                    self._lingers = False
+                    threading.Event().wait(LINGER)
 
-    def lost(self, what: str, error: BaseException) -> PeerError:
+    def lost(self, what: str, error: BaseException, peer: int | None = None) -> PeerError:
         """The error for a connection that broke: the peer's own words, where it left any."""
         error.__context__ = error.__context__ or sys.exc_info()[1]  # what this rank handles is shown, too
         try:
@@ -115,8 +124,8 @@ class Peers:
         except RuntimeError:
             pass
         found = PeerError(
-            f"Rank {self.rank} lost a peer during {what!r} in step {self.step}: {error}. "
-            "A rank has died or left; look for the first error in the output of the other ranks."
+            f"Rank {self.rank} lost {'a peer' if peer is None else f'rank {peer}'} during {what!r} in step {self.step}:"
+            f" {error}. A rank has died or left; look for the first error in the output of the other ranks."
         )
         found.__cause__ = error
         return found
@@ -152,6 +161,13 @@ class Peers:
             "look for a branch, a batch or an exception that only some of them have."
         )
         return "\n".join(["The ranks have parted and cannot meet:", *lines, advice])
+
+
+def _lives_here(store: Store) -> bool:
+    """Whether it is rank 0 that holds the store, and not a file or torchrun."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
 
 
 def _join_failures(positions: list[Position | None], own: int) -> str:
