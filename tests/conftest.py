@@ -1,15 +1,25 @@
-"""One thread per process, set before torch can start a pool: ranks would wait for threads that fork does not copy."""
+"""One thread per process, set before torch can start a pool: ranks would wait for threads that fork does not copy.
 
+Ranks are more than the cores, and where Linux lets a thread that wakes up take the place of one that holds the lock of
+a gloo connection, gloo's own thread spins until the holder runs again: a third of all time in the kernel. Processes of
+the batch class are not put aside at a wake-up.
+"""
+
+import gc
 import os
 import sys
 from pathlib import Path
 
+gc.disable()  # until the tests are collected
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # ranks and scripts that the tests start inherit it
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 sys.path.insert(0, str(Path(__file__).parent))
 
-import pytest
-import torch
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from harness import make_forks_cheap  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -25,6 +35,11 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish():
+    make_forks_cheap()
+    gc.enable()
 
 
 @pytest.fixture

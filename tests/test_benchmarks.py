@@ -1,11 +1,11 @@
 """The benchmarks: the smallest comparison runs, and the table says what the runs have measured."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from harness import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -41,9 +41,7 @@ def test_ratios_are_taken_within_rounds():
 def test_smallest_comparison_runs(tmp_path):
     sizes = ["--case", "small", "--dim", "16", "--layers", "1", "--steps", "2", "--rounds", "1"]
     command = [sys.executable, str(BENCHMARKS / "compare.py"), *sizes, "--results", str(tmp_path), "ddp", "zero3"]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, capture_output=True, timeout=120
-    )
+    done = subprocess.run(command, env=environment(ROOT), text=True, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr
     (results,) = tmp_path.glob("*-small-32-true.jsonl")
     ddp, zero3 = runs = table.load(results)

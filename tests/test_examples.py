@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from harness import environment
 from hydra import compose, initialize_config_dir
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -33,10 +33,9 @@ def start(script, *arguments, cwd):
 
     ``lightning_zero`` is found in the checkout.
     """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, script if script.startswith("-") else str(EXAMPLES / script), *arguments]
     return subprocess.Popen(
-        command, cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, cwd=cwd, env=environment(ROOT), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
 
 

@@ -9,6 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from harness import environment, run_ranks
+from hosts_fit import fit_on_rank
+from test_strategy import zero
 
 SCRIPT = Path(__file__).with_name("hosts_fit.py")
 NAMES = tuple(f"zero_{end}{os.getpid()}" for end in "ab")
@@ -40,12 +43,11 @@ def hosts():
                 ip("netns", "del", name)
 
 
-def start(prefix, options, stage, nodes, **env):
-    command = [*prefix, sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPT), str(stage), str(nodes)]
-    path = os.pathsep.join([str(SCRIPT.parent), *sys.path])
+def start(prefix, options, stage, **env):
+    command = [*prefix, sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPT), str(stage), "2"]
     return subprocess.Popen(
         command,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env},
+        env=environment(SCRIPT.parent, *sys.path, **env),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -66,18 +68,13 @@ def apart(stage):
             ["ip", "netns", "exec", name],
             [*nodes, "--node-rank", str(number)],
             stage,
-            nodes=2,
             GLOO_SOCKET_IFNAME=f"zero{number}",
         )
         for number, name in enumerate(NAMES)
     ]
 
 
-def together(stage):
-    """Both ranks on this host."""
-    return [start([], ["--standalone", "--nproc-per-node", "2"], stage, nodes=1)]
-
-
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_two_hosts_are_as_one(hosts, stage):
-    assert result(apart(stage)) == result(together(stage))
+    together = run_ranks(fit_on_rank, 2, zero(stage))[0]
+    assert result(apart(stage)) == together

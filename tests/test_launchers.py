@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import distributed
+from harness import distributed, environment, run_ranks
+from hosts_fit import fit_on_rank
 from lightning.pytorch import Callback
 from lightning.pytorch.trainer.connectors import signal_connector
 from test_strategy import STAGES, Net, loader, trainer, zero
@@ -19,11 +20,10 @@ OF_A_RANK = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MA
 
 
 def start(*options, strategy="zero3", **env):
-    inherited = {key: value for key, value in os.environ.items() if key not in OF_A_RANK}
-    path = os.pathsep.join([str(SCRIPT.parent), *sys.path])
+    inherited = environment(SCRIPT.parent, *sys.path, **env)
     return subprocess.Popen(
         [sys.executable, *options, str(SCRIPT), "3", "1", strategy],
-        env={**inherited, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env},
+        env={key: value for key, value in inherited.items() if key not in OF_A_RANK},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -47,7 +47,13 @@ def slurm(rank, job):
 
 @pytest.fixture(scope="module")
 def expected():
-    return weights(start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))
+    """The weights on ranks of the harness, which cost no imports."""
+    return run_ranks(fit_on_rank, 2, "zero3")[0][1]
+
+
+@pytest.mark.full  # test_hosts.py compares torchrun's ranks with the harness's, too
+def test_torchrun(expected):
+    assert weights(start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")) == expected
 
 
 def test_slurm(expected):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import distributed
+from harness import distributed, environment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
@@ -122,9 +122,7 @@ def test_importing_registers_and_importing_again_is_harmless():
         "strategy = StrategyRegistry.get('zero3'); "
         "assert isinstance(strategy, DDPStrategy) and strategy.config.stage == 3"
     )
-    subprocess.run(
-        [sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    )
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment(*sys.path))
 
 
 def test_unknown_settings_are_refused_with_the_nearest_name():

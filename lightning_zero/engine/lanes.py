@@ -94,6 +94,15 @@ class Handle:
 
     def arrive(self) -> None:
         """Wait inside the backend, for one round after the other."""
+        self._await_round()
+        while self.rounds and self.error is None:
+            self.start()
+            self._await_round()
+        self.rounds.clear()
+        self._arrived.set()
+
+    def _await_round(self) -> None:
+        # a method of its own, for the same reason: its last work goes before the main thread goes on
         works, self.works = self.works, []
         while works and self.error is None:
             work, peer = works.pop(0)
@@ -102,12 +111,6 @@ class Handle:
             except BaseException as error:  # handed to the main thread
                 self.error, self.lost = error, peer
         works.clear()
-        if self.rounds and self.error is None:
-            self.start()
-            self.arrive()
-        else:
-            self.rounds.clear()
-            self._arrived.set()
 
 
 class Lane:
