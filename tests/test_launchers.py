@@ -68,6 +68,38 @@ def test_the_trainer_starts_the_ranks(strategy, expected):
     assert weights(start(strategy=strategy)) == expected
 
 
+FAILS = """
+import hosts_fit
+from test_strategy import Net
+
+def training_step(self, batch, batch_idx):
+    if batch_idx == 2 and self.global_rank == {rank}:
+        raise ValueError("this rank is wrong")
+    return plain(self, batch, batch_idx)
+
+plain, Net.training_step = Net.training_step, training_step
+hosts_fit.fit("zero3")
+"""
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
+def test_a_rank_that_fails_leaves_words_and_no_rank_aborts(rank):
+    """Interpreters that end while threads wait in gloo; rank 0 holds the store that the words are in."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", FAILS.format(rank=rank)],
+            env=environment(SCRIPT.parent, *sys.path, **slurm(number, os.getpid() + 1)),
+            **options,
+        )
+        for number in range(2)
+    ]
+    said = [process.communicate(timeout=120)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [1, 1], said
+    assert said[rank].rstrip().endswith("ValueError: this rank is wrong")
+    assert f"rank {rank} failed: ValueError: this rank is wrong" in said[1 - rank]
+
+
 class Signalled(Net):
     """Gets SLURM's signal on one rank, between two blocks of a forward."""
 
