@@ -96,3 +96,17 @@ def test_a_block_that_the_user_names_stays_whole(option):
 def test_the_largest_unit_that_the_user_allows():
     assert list(names(Block, 16, max_unit_bytes=2**25))[1:4] == ["blocks.0.qkv", "blocks.0.up", "blocks.0.down"]
     assert list(names(Block, 16, max_unit_bytes=2**25, leaf_classes=("Block",)))[1:3] == ["blocks.0", "blocks.1"]
+
+
+@pytest.mark.parametrize("kind", [Block, Fused])
+def test_modules_with_several_names(kind):
+    """A layer of two blocks, a block that is there twice, and all of them in one more list."""
+    with torch.device("meta"):
+        module = nn.Module()
+        module.blocks = nn.ModuleList(kind() for _ in range(4))
+        module.blocks[2].up = module.blocks[0].up
+        module.blocks[3] = module.blocks[1]
+        module.all = nn.Sequential(*module.blocks, nn.Linear(DIM, 8))
+    units = make_units(module, ZeroConfig())
+    assert sorted(name for unit in units for name in unit.params) == sorted(n for n, _ in module.named_parameters())
+    assert len({id(m) for unit in units for m in unit.modules}) == sum(len(unit.modules) for unit in units)

@@ -53,12 +53,14 @@ def make_units(module: nn.Module, config: ZeroConfig) -> list[UnitSpec]:
     _check_classes(module, config)
     share = _nbytes(module) // SHARE
     most = min(config.max_unit_bytes, max(share, config.min_unit_bytes, SMALL))
-    specs = [UnitSpec(name, [block]) for name, block in _blocks(module, config, most)]
+    names = {id(m): name for name, m in module.named_modules()}  # of a module with several names, the first
+    blocks = {id(block): block for block in _blocks(module, config, most)}
+    specs = [UnitSpec(names[key], [block]) for key, block in blocks.items()]
     covered = {id(m) for spec in specs for m in spec.modules[0].modules()}
     largest = max((_nbytes(spec.modules[0]) for spec in specs), default=0)
     specs += _large_layers(module, covered, max(largest, config.min_unit_bytes))
-    names = {name: place for place, (name, _) in enumerate(module.named_modules())}
-    specs.sort(key=lambda spec: names[spec.name])
+    order = {name: place for place, name in enumerate(names.values())}
+    specs.sort(key=lambda spec: order[spec.name])
     root = UnitSpec("", [module], is_root=True)
     _assign(module, root, specs)
     small = UnitSpec("(persistent)", [], persistent=True)
@@ -81,8 +83,8 @@ def _check_classes(module: nn.Module, config: ZeroConfig) -> None:
                 raise ValueError(f"{option} names {name!r}, but no module of that class is in {type(module).__name__}.")
 
 
-def _blocks(module: nn.Module, config: ZeroConfig, most: int) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that become units, outermost first, none inside another.
+def _blocks(module: nn.Module, config: ZeroConfig, most: int) -> Iterator[nn.Module]:
+    """Modules that become units, outermost first; one that is registered twice comes twice.
 
     A block larger than ``most`` bytes is cut at its children where that is safe; the small ones are the root's.
     """
@@ -95,20 +97,19 @@ def _blocks(module: nn.Module, config: ZeroConfig, most: int) -> Iterator[tuple[
             return isinstance(block, FUSED) or not any(block.children())
         return kind in config.unit_classes or not _is_divisible(block, small)
 
-    def walk(name: str, parent: nn.Module, least: float) -> Iterator[tuple[str, nn.Module]]:
+    def walk(parent: nn.Module, least: float) -> Iterator[nn.Module]:
         if isinstance(parent, nn.ModuleList | nn.Sequential) and not config.unit_classes:
             least = 0
-        for key, child in parent.named_children():
-            path = f"{name}.{key}" if name else key
+        for child in parent.children():
             kind, size = type(child).__name__, _nbytes(child)
             named = kind in config.leaf_classes or kind in config.unit_classes
             chosen = named or size >= least and not isinstance(child, CONTAINERS)
             if size and chosen and is_whole(child, kind, size):
-                yield path, child
+                yield child
             elif size:
-                yield from walk(path, child, small if chosen else math.inf)
+                yield from walk(child, small if chosen else math.inf)
 
-    return walk("", module, math.inf)
+    return walk(module, math.inf)
 
 
 def _is_divisible(block: nn.Module, small: int) -> bool:
