@@ -1,11 +1,7 @@
 """What belongs to the process and its host rather than to one run: communicators, free memory."""
 
 import atexit
-import logging
 import os
-import signal
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -18,7 +14,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_zero.engine import Communicator, Engine, PeerError
-from lightning_zero.engine.lanes import THREADS
 
 
 class _Key(NamedTuple):
@@ -62,33 +57,14 @@ def clean_up_at_exit() -> None:
     if not dist.is_initialized():
         atexit.unregister(_destroy_default_group)
         atexit.register(_destroy_default_group)
-    for function in (_leave_if_stuck, _close_all):  # before the default group: the last registered runs first
-        atexit.unregister(function)
-        atexit.register(function)
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)  # before the default group: the last registered runs first
 
 
 def _close_all() -> None:
     for _, comm in _communicators.values():
         comm.close()
     _communicators.clear()
-
-
-def _leave_if_stuck() -> None:
-    """End the process at once if it has failed and a thread of ours still waits for a peer inside gloo.
-
-    Nothing can wake such a thread, and if the peer's end does so while the interpreter takes itself down, the process
-    aborts: launchers would then name SIGABRT as the cause, not the exception.
-    """
-    error = getattr(sys, "last_value", None)  # the exception that has ended the program
-    if error is None:
-        return
-    for thread in (thread for thread in threading.enumerate() if thread.name.startswith(THREADS)):
-        thread.join(timeout=0.5)  # closed lanes with nothing to wait for end now
-        if thread.is_alive():
-            logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def _destroy_default_group() -> None:

@@ -78,25 +78,33 @@ def training_step(self, batch, batch_idx):
     return plain(self, batch, batch_idx)
 
 plain, Net.training_step = Net.training_step, training_step
-hosts_fit.fit("zero3")
+try:
+    hosts_fit.fit("zero3")
+except Exception as error:
+    if not {caught}:
+        raise
+    print(error)
+    Net.training_step = plain
+    hosts_fit.fit("zero3")
 """
 
 
+@pytest.mark.parametrize("caught", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
-def test_a_rank_that_fails_leaves_words_and_no_rank_aborts(rank):
+def test_a_rank_that_fails_leaves_words_and_no_rank_aborts(rank, caught):
     """Interpreters that end while threads wait in gloo; rank 0 holds the store that the words are in."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", FAILS.format(rank=rank)],
+            [sys.executable, "-c", FAILS.format(rank=rank, caught=caught)],
             env=environment(SCRIPT.parent, *sys.path, **slurm(number, os.getpid() + 1)),
             **options,
         )
         for number in range(2)
     ]
-    said = [process.communicate(timeout=120)[1] for process in ranks]
-    assert [process.returncode for process in ranks] == [1, 1], said
-    assert said[rank].rstrip().endswith("ValueError: this rank is wrong")
+    said = [process.communicate(timeout=120)[not caught] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0] if caught else [1, 1], said
+    assert said[rank].splitlines()[0 if caught else -1].endswith("this rank is wrong")
     assert f"rank {rank} failed: ValueError: this rank is wrong" in said[1 - rank]
 
 

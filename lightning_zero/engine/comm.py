@@ -44,9 +44,7 @@ class Communicator:
         backend = "nccl" if self.nccl else "gloo"
         self.peers = Peers(distributed_c10d._get_default_store(), self.rank, self.world_size)
         backends = {"gather": backend, "reduce": backend, "control": "gloo"}
-        self._lanes = {
-            name: Lane(name, dist.new_group(backend=backends[name], timeout=timeout), self.peers) for name in backends
-        }
+        self._lanes = {name: Lane(name, backends[name], timeout, self.peers) for name in backends}
         self._outside = Outside(self.peers) if self.world_size > 1 and not self.nccl else None
         self._closed = False
 

@@ -11,6 +11,7 @@ import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero.engine.connections import Connections
 from lightning_zero.engine.peers import Peers
 
 
@@ -32,8 +34,8 @@ class Start(NamedTuple):
 Round = Sequence[Start]
 """Operations that are under way together."""
 
-THREADS = "zero-"
-"""How the names of the lanes' threads begin."""
+LEAVE = 1.0
+"""Seconds that a lane's threads get to end by themselves when it is closed."""
 
 SLICE = 1.0
 """Seconds between two looks at the peers."""
@@ -116,19 +118,20 @@ class Handle:
 class Lane:
     """A process group for one kind of operation."""
 
-    def __init__(self, name: str, group: dist.ProcessGroup, peers: Peers) -> None:
+    def __init__(self, name: str, backend: str, timeout: timedelta, peers: Peers) -> None:
         self.name = name
-        self.group = group
+        with Connections() as self._connections:
+            self.group = dist.new_group(backend=backend, timeout=timeout)
         self.peers = peers
         # NCCL's wait only orders streams: no thread is needed, and its own watchdog ends what hangs
-        self.blocking = dist.get_backend(group) == "gloo"
+        self.blocking = backend == "gloo"
         self.waited = 0.0
         """Seconds that the main thread has waited for operations of this lane."""
         self._launched: Counter[str] = Counter()
         self._submitted: SimpleQueue[Handle | None] = SimpleQueue()
         self._started: SimpleQueue[Handle | None] = SimpleQueue()
         self._pending: deque[Handle] = deque()
-        self._running = False
+        self._threads: list[threading.Thread] = []
 
     def tag(self, what: str) -> int:
         """A message tag for the next operation named ``what``: equal on all ranks, whatever else they do in between."""
@@ -172,10 +175,10 @@ class Lane:
 
     def _run(self) -> None:
         """Begin the threads, once."""
-        if not self._running:
-            self._running = True
+        if not self._threads:
             for target in (self._start_all, self._await_all):
-                threading.Thread(target=target, name=f"{THREADS}{self.name}", daemon=True).start()
+                self._threads.append(threading.Thread(target=target, name=f"zero-{self.name}", daemon=True))
+                self._threads[-1].start()
 
     def _start_all(self) -> None:
         while (handle := self._submitted.get()) is not None:
@@ -189,8 +192,18 @@ class Lane:
             self._pending.popleft()
 
     def close(self) -> None:
-        """End the threads when what they wait for has come; the process group lives as long as the process."""
+        """End the threads; the process group lives as long as the process.
+
+        One that waits for a peer that will never send is woken by cutting the connections: were it woken while the
+        interpreter takes itself down, the process would abort.
+        """
         self._submitted.put(None)
+        for thread in self._threads:
+            thread.join(LEAVE)
+        if any(thread.is_alive() for thread in self._threads):
+            self._connections.cut()
+            for thread in self._threads:
+                thread.join(LEAVE)
 
 
 def _real(tensor: Tensor) -> Tensor:
