@@ -228,7 +228,8 @@ class Flat:
         if self.local is not None and not any(self.in_local):
             self.pool.free(self.local)
             self.local = None
-        if self.backing is not None and not any(self.in_reduced):
+        # what this backward has contributed is in the sum already, and noted there at its end
+        if self.backing is not None and not any(self.in_reduced) and not any(self.contributed):
             self.pool.free(self.backing)
             self.reduced = self.backing = None
 
