@@ -56,6 +56,24 @@ class Inside(Block):
         self.up = torch.compile(self.up)
 
 
+class Scripted(Block):
+    """Hooks cannot be put on what is below."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.device("cpu"):
+            self.up = torch.jit.trace(nn.Linear(4, 4), torch.ones(4))
+
+
+class Many(nn.Module):
+    """Only small layers: together they would be a root that is never sharded in a step."""
+
+    def __init__(self):
+        super().__init__()
+        for index in range(192):
+            setattr(self, f"layer{index}", nn.Linear(256, 256))
+
+
 class FastPath(nn.TransformerEncoderLayer):
     def __init__(self):
         super().__init__(DIM, 8)
@@ -83,9 +101,37 @@ def test_a_block_that_is_little_of_the_model_stays_whole():
     assert list(names(Block, 16)) == ["", *(f"blocks.{i}" for i in range(16))]
 
 
-@pytest.mark.parametrize("kind", [Fused, Experts, Compiled, Inside, FastPath])
+@pytest.mark.parametrize("kind", [Fused, Experts, Compiled, Inside, Scripted, Many, FastPath])
 def test_a_block_stays_whole_where_cutting_it_may_be_wrong(kind):
     assert list(names(kind, 4)) == ["", *(f"blocks.{i}" for i in range(4))]
+
+
+@pytest.mark.parametrize("how", ["compile", "in place", "forward"])
+def test_blocks_of_what_is_compiled_stay_whole(how):
+    with torch.device("meta"):
+        module = nn.Sequential(*(Block() for _ in range(4)))
+    if how == "compile":
+        units = make_units(nn.ModuleDict({"core": torch.compile(module)}), ZeroConfig())
+    else:
+        if how == "in place":
+            module.compile()
+        else:
+            module.forward = torch.compile(module.forward)
+        units = make_units(module, ZeroConfig())
+    assert [len(unit.params) for unit in units] == [10] * 4
+
+
+def test_what_two_units_share_is_in_the_root():
+    with torch.device("meta"):
+        module = nn.ModuleDict({"blocks": nn.ModuleList(Block() for _ in range(4))})
+    module["blocks"][1].up = module["blocks"][3].up
+    units = {unit.name: unit.params for unit in make_units(module, ZeroConfig(unit_classes=("Block",)))}
+    assert list(units[""]) == ["blocks.1.up.weight", "blocks.1.up.bias"]
+
+
+def test_small_layers_of_a_block_that_must_be_cut_are_units():
+    units = names(Many, 2, max_unit_bytes=2**25)
+    assert max(map(len, units.values())) <= 192, "none has more than half of a block's weights and biases"
 
 
 @pytest.mark.parametrize("option", ["unit_classes", "leaf_classes"])

@@ -98,6 +98,54 @@ def test_a_layer_unused_on_one_rank(rank, world_size, skipped):
                 torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
 
 
+class Pair(nn.Module):
+    """Two weights in one unit, large enough to be taken at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(80, 80, bias=False), nn.Linear(80, 80, bias=False)
+
+
+class Wandering(nn.Module):
+    """``b`` is used after the blocks, before them, or not at all; ``a`` always after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.pairs = nn.ModuleList([Pair()])
+        self.blocks = nn.ModuleList(nn.Linear(80, 80) for _ in range(3))
+
+    def forward(self, x, place):
+        pair = self.pairs[0]
+        x = pair.b(x) if place == "before" else x
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        x = pair.b(x) if place == "after" else x
+        return pair.a(x).square().mean()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize(
+    "places", [("after", None, "before"), ("before", None, "after"), ("before", "after", "before")]
+)
+def test_a_gradient_that_comes_after_its_unit_was_reduced(rank, world_size, places):
+    """The unit is reduced when the parameters that it had the last time are in; one more comes late."""
+    x = torch.randn(3, 80, generator=torch.Generator().manual_seed(0))
+    with communicator() as comm:
+        for stage in STAGES:
+            model, want = Wandering(), Wandering()
+            engine = engine_of(model, comm, stage)
+            for place in places:
+                for p in (*model.parameters(), *want.parameters()):
+                    p.grad = None
+                run(engine, x, place)
+                want(x, place).backward()
+                for (name, p), q in zip(model.named_parameters(), want.parameters(), strict=True):
+                    assert (p.grad is None) == (q.grad is None), (stage, place, name)
+                    assert p.grad is None or torch.equal(p.grad + 0, q.grad), (stage, place, name)
+            engine.release(whole=True)
+
+
 class Adapted(nn.Module):
     """A frozen weight that the backward needs early, and adapters whose gradients come late or not at all."""
 

@@ -12,7 +12,7 @@ from test_strategy import DIM, Net, fitted, loader, trainer, zero
 from torch import nn
 
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engine import Engine
+from lightning_zero.engine import Engine, grouping
 from lightning_zero.engine.materialize import assign_state, is_meta
 
 STAGES = [1, 2, 3]
@@ -58,6 +58,26 @@ class Convention(nn.Module):
             nn.init.constant_(module[1].bias, 3.0)
         if module is self:
             nn.init.ones_(self.scale)
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.c_proj = nn.Linear(16, 64), nn.Linear(64, 16)
+
+
+class ByName(nn.Module):
+    """``transformers``' GPT-2: a module without tensors of its own has a rule for what its child is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Mlp() for _ in range(2))
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module):
+        for name, param in module.named_parameters():
+            if name == "c_proj.weight":
+                nn.init.constant_(param, 3.0)
 
 
 class Watched(nn.Linear):
@@ -114,6 +134,21 @@ def test_init_weights_of_a_module_above(rank, world_size, stage):
     assert module.head.weight is module.embedding.weight and module.scale == 1
     assert all((block[1].bias == 3).all() for block in module.blocks)
     assert 0.01 < module.embedding.weight.std() < 0.03
+
+
+@distributed(world_size=2)
+def test_rules_reach_over_units(rank, world_size):
+    grouping.SMALL = 0  # the blocks are much of the model, and not small
+    torch.manual_seed(5)
+    want = ByName().state_dict()
+    with communicator() as comm:
+        module = on_meta(ByName)
+        torch.manual_seed(5)
+        engine = build(comm, module, 3)
+        assert {"blocks.0.up", "blocks.0.c_proj"} <= {unit.name for unit in engine.units}
+        engine.release(whole=True)
+    got = module.state_dict()
+    assert all(torch.equal(got[key], want[key]) for key in want) and (got["blocks.0.c_proj.weight"] == 3).all()
 
 
 @distributed(world_size=2)

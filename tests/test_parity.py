@@ -23,6 +23,9 @@ from oracles import (
     train_engine,
 )
 
+from lightning_zero.config import ZeroConfig
+from lightning_zero.engine import grouping
+
 STAGES = (0, 1, 2, 3)
 REDUCE_AT = ("window", "micro_batch")
 
@@ -57,11 +60,24 @@ def test_stages_are_equal(rank, world_size, name, full):
 @distributed(world_size=2, timeout=120)
 @pytest.mark.parametrize("first", range(0, len(zoo.ZOO), 8))
 def test_blocks_cut_at_their_layers_change_no_bit(rank, world_size, first):
+    """As the user wants it, and as in a large model, where all blocks are not small."""
     with communicator() as comm:
         for name in list(zoo.ZOO)[first : first + 8]:
             make = partial(zoo.make, name)
+            grouping.SMALL = 2**23
             want = train_engine(make, comm, stage=2, steps=3)
-            assert_same(train_engine(make, comm, stage=3, steps=3, max_unit_bytes=1), want, name)
+            grouping.SMALL = 0
+            for config in ({"max_unit_bytes": 1}, {}):
+                got = train_engine(make, comm, stage=3, steps=3, **config)
+                assert_same(got, want, f"{name}, {config}")
+
+
+def test_blocks_of_the_zoo_are_cut_like_those_of_large_models(monkeypatch):
+    """So the test above sees what it is about."""
+    whole = {name: len(grouping.make_units(zoo.make(name), ZeroConfig(min_unit_bytes=0))) for name in zoo.ZOO}
+    monkeypatch.setattr(grouping, "SMALL", 0)
+    cut = {name: len(grouping.make_units(zoo.make(name), ZeroConfig(min_unit_bytes=0))) for name in zoo.ZOO}
+    assert {name for name in zoo.ZOO if cut[name] > whole[name]} >= {"Gpt", "Conv", "BatchNorm", "CheckpointedLayers"}
 
 
 @distributed(world_size=[1, 3, 4], timeout=120)

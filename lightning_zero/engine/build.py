@@ -40,7 +40,9 @@ def build_units(
     row = stage_row(config.stage, config.reduce_at)  # type: ignore[arg-type]
     specs = make_units(module, config)
     units: dict[int, Unit] = {}
-    turns: Iterable[int] = Materializer(module, specs).units() if is_meta(module) else range(len(specs))
+    turns: Iterable[int] = range(len(specs))
+    if is_meta(module):
+        turns = Materializer(module, specs, config.max_unit_bytes).units()
     for index in turns:
         spec = specs[index]
         sharded = row.shard_parameters and not spec.persistent

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from lightning_zero.config import ZeroConfig
@@ -17,8 +18,8 @@ SHARE = 16
 time, as parameters or gradients.
 """
 
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules without a forward of their own: hooks on them would never run."""
+HOOKLESS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, torch.jit.ScriptModule)
+"""Modules without a forward of their own, on which hooks would never run, and those that take none."""
 
 FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules that hand their children's weights to one kernel, and take another path where a weight is not there."""
@@ -90,30 +91,34 @@ def _blocks(module: nn.Module, config: ZeroConfig, most: int) -> Iterator[nn.Mod
     """
     small = most // SHARE
 
-    def is_whole(block: nn.Module, kind: str, size: int) -> bool:
+    def is_whole(block: nn.Module, kind: str, size: int, compiled: bool) -> bool:
         if size <= most or kind in config.leaf_classes:
             return True
         if size > config.max_unit_bytes:
             return isinstance(block, FUSED) or not any(block.children())
-        return kind in config.unit_classes or not _is_divisible(block, small)
+        return kind in config.unit_classes or compiled or not _is_divisible(block, small)
 
-    def walk(parent: nn.Module, least: float) -> Iterator[nn.Module]:
+    def walk(parent: nn.Module, least: float, compiled: bool) -> Iterator[nn.Module]:
+        compiled = compiled or _is_compiled(parent)
         if isinstance(parent, nn.ModuleList | nn.Sequential) and not config.unit_classes:
             least = 0
         for child in parent.children():
             kind, size = type(child).__name__, _nbytes(child)
             named = kind in config.leaf_classes or kind in config.unit_classes
-            chosen = named or size >= least and not isinstance(child, CONTAINERS)
-            if size and chosen and is_whole(child, kind, size):
+            chosen = (named or size >= least) and not isinstance(child, HOOKLESS)
+            if size and chosen and is_whole(child, kind, size, compiled):
                 yield child
+            elif size and chosen:
+                yield from walk(child, small if _scattered(child, small) < small else 0, compiled)
             elif size:
-                yield from walk(child, small if chosen else math.inf)
+                yield from walk(child, math.inf, compiled)
 
-    return walk(module, math.inf)
+    return walk(module, math.inf, compiled=False)
 
 
 def _is_divisible(block: nn.Module, small: int) -> bool:
-    """Whether all ranks may be expected to use a block's children in one order, through the children's forward.
+    """Whether all ranks may be expected to use a block's children in one order, through the children's forward, and the
+    root is not burdened.
 
     Not the elements of a list (experts), nor the parts of what is compiled as a whole, nor those of a layer with large
     weights of its own.
@@ -121,13 +126,24 @@ def _is_divisible(block: nn.Module, small: int) -> bool:
     return (
         any(block.children())
         and not isinstance(block, FUSED)
-        and sum(p.numel() * p.element_size() for p in block.parameters(recurse=False)) < small
-        and not any(isinstance(m, CONTAINERS) or _is_compiled(m) for m in block.modules())
+        and _scattered(block, small) < small
+        and not any(isinstance(m, HOOKLESS) or _is_compiled(m) for m in block.modules())
     )
 
 
+def _scattered(block: nn.Module, small: int) -> int:
+    """Bytes of a block that go to the root when it is cut: its own weights and its small children."""
+    own = sum(p.numel() * p.element_size() for p in block.parameters(recurse=False))
+    return own + sum(size for size in map(_nbytes, block.children()) if size < small)
+
+
 def _is_compiled(module: nn.Module) -> bool:
-    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+    """By ``torch.compile``, ``Module.compile`` or, as Lightning does, by its forward."""
+    return (
+        "_orig_mod" in module._modules
+        or module._compiled_call_impl is not None
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    )
 
 
 def _large_layers(module: nn.Module, covered: set[int], threshold: int) -> list[UnitSpec]:
@@ -137,18 +153,21 @@ def _large_layers(module: nn.Module, covered: set[int], threshold: int) -> list[
         for name, layer in module.named_modules()
         if id(layer) not in covered
         and name
-        and not isinstance(layer, CONTAINERS)
+        and not isinstance(layer, HOOKLESS)
         and sum(p.numel() * p.element_size() for p in layer.parameters(recurse=False)) > threshold
     ]
 
 
 def _assign(module: nn.Module, root: UnitSpec, specs: list[UnitSpec]) -> None:
     """Fill in the parameters; what two units share, and what no unit has, goes to the root."""
+    places: dict[int, set[int]] = defaultdict(set)
+    for number, spec in enumerate(specs):
+        for inner in _own_modules(spec, specs):
+            places[id(inner)].add(number)
     owners: dict[int, set[int]] = defaultdict(set)
-    place = {id(m): i for i, spec in enumerate(specs) for m in _own_modules(spec, specs)}
-    for child in module.modules():
-        for param in child.parameters(recurse=False):
-            owners[id(param)].add(place.get(id(child), -1))
+    for inner in module.modules():
+        for param in inner.parameters(recurse=False):
+            owners[id(param)] |= places.get(id(inner), {-1})
     for name, param in module.named_parameters():
         homes = owners[id(param)]
         spec = specs[next(iter(homes))] if len(homes) == 1 and -1 not in homes else root

@@ -2,8 +2,9 @@
 
 A module is filled by its own ``reset_parameters`` (torch's convention), then by the ``_init_weights`` of the nearest
 module above that has one (the convention of ``transformers`` and nanoGPT), children before parents, as in a
-constructor. So with the same seed, a module whose constructor does just that gets the same numbers. Whatever else a
-constructor does to values is lost on ``meta``. What nothing fills is an error, never garbage.
+constructor. So with the same seed, a module whose constructor does just that gets the same numbers. Two exceptions:
+what else a constructor does to values is lost, and a module without tensors of its own that is too large to be whole
+has no turn. What nothing fills is an error, never garbage.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,13 +47,14 @@ class Materializer:
     Args:
         module: the whole of it.
         specs: the units that it will be cut into.
+        most: bytes that may be whole at a time, if no unit is larger: what is below a module waits for its turn.
     """
 
-    def __init__(self, module: nn.Module, specs: Sequence[UnitSpec]) -> None:
-        homes = {id(p): index for index, spec in enumerate(specs) for p in spec.params.values()}
+    def __init__(self, module: nn.Module, specs: Sequence[UnitSpec], most: int) -> None:
+        most = max(most, *(spec.nbytes for spec in specs))
         above = {child: parent for parent in module.modules() for child in parent.children()}
         order = list(_post_order(module, ""))
-        self._calls = {inner: self._initialisers(inner, homes, above) for _, inner in order if is_meta(inner)}
+        self._calls = {inner: self._initialisers(inner, most, above) for _, inner in order if is_meta(inner)}
         self._names = {inner: name for name, inner in order}
         self._owners = {inner for inner in self._calls if any(tensor.is_meta for _, tensor in _tensors(inner))}
         last = {id(p): inner for inner in self._calls for p in inner.parameters() if _acts_on(self._calls, inner, p)}
@@ -95,9 +97,7 @@ class Materializer:
                 )
 
     @staticmethod
-    def _initialisers(
-        inner: nn.Module, homes: dict[int, int], above: dict[nn.Module, nn.Module]
-    ) -> list[Callable[[], Any]]:
+    def _initialisers(inner: nn.Module, most: int, above: dict[nn.Module, nn.Module]) -> list[Callable[[], Any]]:
         """What fills a module: of its own tensors, and of those below where nothing there has values yet."""
         found: list[Callable[[], Any]] = []
         owns = any(tensor.is_meta for _, tensor in _tensors(inner))
@@ -105,9 +105,9 @@ class Materializer:
         reset = getattr(inner, "reset_parameters", None) or getattr(inner, "_reset_parameters", None)
         if callable(reset) and (owns or everything):
             found.append(reset)
-        in_one_unit = len({homes[id(p)] for p in inner.parameters()}) <= 1
+        fits = sum(p.numel() * p.element_size() for p in inner.parameters()) <= most
         owner: nn.Module | None = inner
-        while owner is not None and (owns or (everything and in_one_unit)):
+        while owner is not None and (owns or (everything and fits)):
             init_weights = getattr(owner, "_init_weights", None)
             if callable(init_weights):
                 found.append(partial(init_weights, inner))

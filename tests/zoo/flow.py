@@ -135,6 +135,24 @@ class CheckpointedBlocksReentrant(CheckpointedBlocks):
     reentrant = True
 
 
+class LayeredBlock(nn.Module):
+    """Several layers, and a little weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(torch.tanh(self.up(x)))
+
+
+class CheckpointedLayers(CheckpointedBlocks):
+    """What is recomputed is several units where the block is much of the model."""
+
+    block = LayeredBlock
+
+
 class NestedCheckpoint(Blocks):
     """Recomputed blocks inside a recomputed body."""
 
