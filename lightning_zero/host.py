@@ -25,6 +25,10 @@ _communicators: dict[_Key, tuple[Any, Communicator]] = {}
 """One communicator for the life of a default process group, for all Trainers in the process."""
 
 
+_failed: list[Communicator] = []
+"""Those that were given up after a failure."""
+
+
 def find_communicator(device: torch.device, timeout: timedelta) -> Communicator | None:
     """This process' communicator over the present default process group, if there is one. No collective."""
     world, comm = _communicators.get(_Key(device, timeout), (None, None))
@@ -47,24 +51,28 @@ def drop_communicator(comm: Communicator) -> None:
         if known is comm:
             del _communicators[key]
     comm.close()
+    _failed.append(comm)
 
 
 def clean_up_at_exit() -> None:
-    """Close communicators, and the default process group if it does not exist yet, when the process ends.
+    """Leave communicators, and close the default process group if it does not exist yet, when the process ends.
 
     Lightning leaves gloo's groups to the interpreter, whose end now and then aborts in their threads.
     """
     if not dist.is_initialized():
         atexit.unregister(_destroy_default_group)
         atexit.register(_destroy_default_group)
-    atexit.unregister(_close_all)
-    atexit.register(_close_all)  # before the default group: the last registered runs first
+    atexit.unregister(_leave_all)
+    atexit.register(_leave_all)  # before the default group: the last registered runs first
 
 
-def _close_all() -> None:
+def _leave_all() -> None:
     for _, comm in _communicators.values():
         comm.close()
     _communicators.clear()
+    for comm in _failed:
+        comm.leave()
+    _failed.clear()
 
 
 def _destroy_default_group() -> None:

@@ -175,7 +175,6 @@ def test_steps_leave_nothing_behind(rank, world_size, stage):
         model = zoo.make("DeepMlp")
         engine = build_engine(model, comm, stage=stage)
         optimizer = adamw(model.named_parameters())
-        engine.events = None
 
         def after(steps):
             for _ in range(steps):

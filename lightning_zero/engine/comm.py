@@ -8,6 +8,7 @@ A reduction is *exact*: an all-to-all in the wire dtype, then a local sum in fp3
 and gives the same bits for every way of sharding.
 """
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -25,6 +26,9 @@ from lightning_zero.engine.peers import Peers
 Bounds = Sequence[tuple[int, int]]
 """Start and stop of each rank's part of a flat tensor, in rank order."""
 
+
+LEAVE = 1.0
+"""Seconds that threads get to end by themselves when a communicator is closed."""
 
 PIECE = 64 * 1024
 """Elements of a sum that are worked on at a time on CPU."""
@@ -84,8 +88,10 @@ class Communicator:
         there are. Asynchronous.
 
         Args:
-            full: 1-D; the other ranks' parts of it are overwritten.
+            full: 1-D; the other ranks' parts of it are overwritten. It and ``receive`` are in use until ``wait``
+                returns, and have the parts from then on.
             receive: 1-D, of the same dtype, :attr:`received_parts` parts long.
+            bounds: parts of equal length.
         """
         low, high = bounds[self.rank]
         size = high - low
@@ -242,7 +248,11 @@ class Communicator:
         self.peers.fail(message)
 
     def close(self) -> None:
-        """End the threads; no collective, may be called again. The process groups live as long as the process."""
+        """End the threads; no collective, may be called again. The process groups live as long as the process.
+
+        A thread that waits for what a peer will never send is woken by cutting the connections: were it woken while the
+        interpreter takes itself down, the process would abort.
+        """
         if self._closed:
             return
         self._closed = True
@@ -250,6 +260,22 @@ class Communicator:
             self._outside.close()
         for lane in self._lanes.values():
             lane.close()
+        if not self._ends():
+            self._cut()
+            self._ends()
+
+    def leave(self) -> None:
+        """After a failure, at the end of the process: wake the peers that wait for it, and let them read why."""
+        self._cut()
+        self.peers.linger()
+
+    def _ends(self) -> bool:
+        deadline = time.monotonic() + LEAVE
+        return all(lane.ends(deadline) for lane in self._lanes.values())
+
+    def _cut(self) -> None:
+        for lane in self._lanes.values():
+            lane.cut()
 
     def waited(self) -> dict[str, float]:
         """Seconds that the main thread has waited, by lane. (On NCCL a wait only orders streams, and takes none.)"""
@@ -261,7 +287,7 @@ class Communicator:
             self.sent_bytes[kind] += elements * dtype.itemsize
 
 
-def mean_(out: Tensor, parts: Sequence[Tensor], add: bool) -> Tensor:
+def mean_(out: Tensor, parts: Sequence[Tensor], *, add: bool) -> Tensor:
     """Write the mean of ``parts`` to ``out``, or add it; returns the sum of its elements, 0-dim.
 
     It is taken in fp32 at least, in the order of ``parts``, and rounded to ``out``'s dtype; on CPU a piece that stays

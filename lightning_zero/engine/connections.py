@@ -19,7 +19,11 @@ def _sockets() -> dict[str, int]:
 
 
 class Connections:
-    """A context in which a process group is made; afterwards, what it has connected."""
+    """A context in which a process group is made; afterwards, what it has connected.
+
+    That is what the process has opened meanwhile: of another thread, too. Connections that gloo only makes when they
+    are needed (``TORCH_GLOO_LAZY_INIT``) are not among them.
+    """
 
     def __enter__(self) -> Self:
         self._before = _sockets().keys()

@@ -34,9 +34,6 @@ class Start(NamedTuple):
 Round = Sequence[Start]
 """Operations that are under way together."""
 
-LEAVE = 1.0
-"""Seconds that a lane's threads get to end by themselves when it is closed."""
-
 SLICE = 1.0
 """Seconds between two looks at the peers."""
 
@@ -49,7 +46,7 @@ class Handle:
         self.rounds = list(rounds)
         self.works: list[tuple[Any, int | None]] = []
         self.error: BaseException | None = None
-        self.lost: int | None = None
+        self.lost_peer: int | None = None
         self.key, self.number = f"{lane.name}:{what}", lane.launched(what)
         self._finish = finish
         self._lane = lane
@@ -72,7 +69,7 @@ class Handle:
             for work, _ in self.works:
                 work.wait()
         if self.error is not None:
-            raise self._lane.peers.lost(self.what, self.error, self.lost)
+            raise self._lane.peers.lost(self.what, self.error, self.lost_peer)
         self._done = True
         self.works = []
         if self._finish is not None:
@@ -91,7 +88,7 @@ class Handle:
             try:
                 self.works.append((run(), peer))
             except Exception as error:  # the backend's, when a peer or the process group has gone
-                self.error, self.lost = error, peer
+                self.error, self.lost_peer = error, peer
                 break
 
     def arrive(self) -> None:
@@ -111,7 +108,7 @@ class Handle:
             try:
                 work.wait()
             except BaseException as error:  # handed to the main thread
-                self.error, self.lost = error, peer
+                self.error, self.lost_peer = error, peer
         works.clear()
 
 
@@ -192,18 +189,18 @@ class Lane:
             self._pending.popleft()
 
     def close(self) -> None:
-        """End the threads; the process group lives as long as the process.
-
-        One that waits for a peer that will never send is woken by cutting the connections: were it woken while the
-        interpreter takes itself down, the process would abort.
-        """
+        """Have the threads end when what they wait for has come; the process group lives as long as the process."""
         self._submitted.put(None)
+
+    def ends(self, deadline: float) -> bool:
+        """Whether the threads of a closed lane have ended by then (of ``time.monotonic``)."""
         for thread in self._threads:
-            thread.join(LEAVE)
-        if any(thread.is_alive() for thread in self._threads):
-            self._connections.cut()
-            for thread in self._threads:
-                thread.join(LEAVE)
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def cut(self) -> None:
+        """Shut the connections down: whoever waits at either end gets an error."""
+        self._connections.cut()
 
 
 def _real(tensor: Tensor) -> Tensor:

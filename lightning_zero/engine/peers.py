@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +20,7 @@ Position = dict[str, Any]
 
 
 LINGER = 3.0
-"""Seconds that a failed rank stays if the store lives in its process: the others read there why it has failed."""
+"""Seconds that a process which has failed stays at most, if the store lives in it, for the others to read why."""
 
 
 class PeerError(RuntimeError):
@@ -35,7 +36,7 @@ class Peers:
         Peers._generation += 1
         self._store = PrefixStore(f"lightning_zero/{Peers._generation}", store)
         self.rank, self.world_size = rank, world_size
-        self._lingers = rank == 0 and _lives_here(store)
+        self._has_news = rank == 0 and _lives_here(store)  # what only this process knows
         self.step = 0
         self.trouble = ""
         """Why this rank does what the others do not expect, if it knows."""
@@ -104,12 +105,21 @@ class Peers:
         if self.world_size > 1:
             with suppress(RuntimeError):  # the store's host is gone, and the peers know it
                 self._publish({"waits": None, "step": self.step, "failed": message})
-                if self._lingers:
-                    self._lingers = False
-                    threading.Event().wait(LINGER)
+
+    def linger(self) -> None:
+        """The process is about to end, and the store with it: wait until the others have failed, too, for a while."""
+        deadline = time.monotonic() + LINGER
+        with suppress(RuntimeError):  # the store has gone already
+            while self._has_news and time.monotonic() < deadline:
+                if all(position and "failed" in position for position in self._positions()):
+                    return
+                time.sleep(0.05)
 
     def lost(self, what: str, error: BaseException, peer: int | None = None) -> PeerError:
-        """The error for a connection that broke: the peer's own words, where it left any."""
+        """The error for a connection that broke (to rank ``peer``, if it is known): the peer's own words, where it left
+        any.
+        """
+        self._has_news = False
         error.__context__ = error.__context__ or sys.exc_info()[1]  # what this rank handles is shown, too
         try:
             now = self._positions()
@@ -147,6 +157,7 @@ class Peers:
     def _raise_failed(self, what: str, positions: list[Position | None]) -> None:
         words = _join_failures(positions, self.rank)
         if words:
+            self._has_news = False
             raise PeerError(f"Rank {self.rank} cannot go on with {what!r} in step {self.step}: {words}")
 
     def describe(self, positions: list[Position | None]) -> str:

@@ -278,24 +278,29 @@ class Reducer:
         """Add what has arrived to the gradient of this rank's shard."""
         flat, local, size = part.flat, part.local, part.flat.layout.shard_numel
         parts = self.comm.parts(local, part.receive, flat.layout.shards())
-        adds = flat.reduced is not None and flat.reduced.numel() == size  # stage 0's is the whole
-        mean = flat.reduced if flat.reduced is not None and adds else self.pool.empty(size, flat.dtypes.sum)
-        self.watch.look(flat, mean_(mean, parts, adds), parts)
+        if flat.reduced is not None and flat.reduced.numel() == size:
+            self.watch.look(flat, mean_(flat.reduced, parts, add=True), parts)
+            self.pool.free(local)
+        else:
+            mean = self.pool.empty(size, flat.dtypes.sum)
+            self.watch.look(flat, mean_(mean, parts, add=False), parts)
+            self._keep(part, self._widen(flat, mean))
         self.pool.free(part.receive)
+
+    def _keep(self, part: _InFlight, mean: Tensor) -> None:
+        """The first mean of a window; at stage 0, where it is the whole one, any."""
+        flat, local = part.flat, part.local
         if flat.reduced is not None:
-            if not adds:
-                mean = self._widen(flat, mean)
-                flat.reduced.add_(mean)
-                self.pool.free(mean)
+            flat.reduced.add_(mean)
+            self.pool.free(mean)
             self.pool.free(local)
         elif part.summing:
             # the shard of a summed window stays where it is: no memory beside the sum's
-            mean = self._widen(flat, mean)
             flat.reduced, flat.backing = local[flat.low : flat.high], local
             flat.reduced.copy_(mean)
             self.pool.free(mean)
         else:
-            flat.reduced = flat.backing = self._widen(flat, mean)
+            flat.reduced = flat.backing = mean
             self.pool.free(local)
 
     def _widen(self, flat: Flat, mean: Tensor) -> Tensor:
