@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_zero.engine import Engine
@@ -19,7 +20,8 @@ class ZeroMonitor(Callback):
 
     ===============================================  ==================================================================
     ``zero/{parameters,master,gradients,             bytes of each kind of state on this rank at present (``buffers``:
-    optimizer,buffers}_bytes``                       free memory that the engine keeps for reuse)
+    optimizer,buffers}_bytes``                       free memory that the engine keeps for reuse; ``parameters``: whole
+                                                     ones, which at stage 3 come and go; ``master``: the shards)
     ``zero/peak_bytes``                              most bytes at one time: allocated on a GPU, resident on a CPU
     ``zero/sent_{gather,reduce,control,other}_bytes``  bytes that this rank has sent per optimizer step
     ``zero/{gather,reduce,step}_seconds``            seconds per optimizer step spent waiting for gathers and for
@@ -44,7 +46,7 @@ class ZeroMonitor(Callback):
         self._before: dict[str, float] = {}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse other strategies.
+        """Refuse other strategies, and say so where there is nothing to log to.
 
         Raises:
             TypeError: the strategy is not one of ours.
@@ -53,6 +55,8 @@ class ZeroMonitor(Callback):
             raise TypeError(
                 f"ZeroMonitor watches the ZeRO strategies (zero1, zero2, zero3), not {type(trainer.strategy).__name__}."
             )
+        if not trainer.loggers:
+            rank_zero_warn("ZeroMonitor has nothing to log to: give the Trainer a logger.")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to count."""

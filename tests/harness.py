@@ -128,7 +128,6 @@ def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, folder: Path,
     stack_file = (folder / f"stack{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
     torch.set_num_threads(1)
-    gc.freeze()  # what the parent has made need not be looked at (and its pages copied) by each collection here
     try:
         store = dist.FileStore(str(folder / "store"), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))

@@ -26,11 +26,16 @@ def ip(*words):
 @pytest.fixture
 def hosts():
     """Two namespaces, each with one end of a cable and an address of its own."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("only root can make network namespaces, with the ip command (iproute2)")
+    if shutil.which("ip") is None:
+        pytest.skip("two hosts on one are network namespaces, which the ip command makes (package iproute2)")
     try:
-        for name in NAMES:
-            ip("netns", "add", name)
+        ip("netns", "add", NAMES[0])
+    except subprocess.CalledProcessError as error:
+        if "ermission denied" not in error.stderr and "not permitted" not in error.stderr:
+            raise
+        pytest.skip("two hosts on one are network namespaces, which this user may not make (root may)")
+    try:
+        ip("netns", "add", NAMES[1])
         ip("link", "add", "zero0", "netns", NAMES[0], "type", "veth", "peer", "name", "zero1", "netns", NAMES[1])
         for number, (name, address) in enumerate(zip(NAMES, ADDRESSES, strict=True)):
             ip("-n", name, "addr", "add", f"{address}/24", "dev", f"zero{number}")

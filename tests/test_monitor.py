@@ -98,6 +98,12 @@ def test_other_strategies_are_refused(tmp_path):
         run.fit(Net(), loader())
 
 
+@distributed(world_size=1)
+def test_nothing_to_log_to_is_said(rank, world_size, tmp_path):
+    with pytest.warns(UserWarning, match="ZeroMonitor has nothing to log to"):
+        trainer(rank, world_size, tmp_path, "zero3", callbacks=[ZeroMonitor()]).fit(Net(), loader())
+
+
 def test_bad_interval_is_refused():
     with pytest.raises(ValueError, match="every_n_steps=0"):
         ZeroMonitor(0)

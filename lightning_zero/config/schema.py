@@ -54,8 +54,12 @@ class ZeroConfig:
     """
 
     max_unit_bytes: int = 512 * MIB
-    """Units larger than this are split at their children. So are, where that is safe and ``unit_classes`` does not name
-    them, those larger than 1/16 of the model and than ``min_unit_bytes``: about four units are whole at a time.
+    """Units larger than this are split at their children; those that ``leaf_classes`` names and torch's fused ones are not.
+
+    So are units larger than 1/16 of the model (and than ``min_unit_bytes`` and 8 MiB), for about four are whole at a
+    time; but not what ``unit_classes`` names, and not what is compiled, holds a list (of experts, say), or would burden
+    the root with many small layers. All ranks must then run a block's layers in the same order: name a block that
+    chooses among them in ``leaf_classes``.
     """
 
     persistence_threshold: int = 0

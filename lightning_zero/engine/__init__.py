@@ -21,8 +21,8 @@ master weights. The **stage** (``stages``) says what is sharded.
 
 A module on ``meta`` is filled unit by unit as it is cut (``materialize``).
 
-``comm`` (with ``lanes``, ``peers`` and ``outside``) is the only file that talks to other ranks; ``state`` turns
-shards into whole values and back.
+``comm`` (with ``lanes``, ``connections``, ``peers`` and ``outside``) is the only file that talks to other ranks;
+``state`` turns shards into whole values and back.
 """
 
 from lightning_zero.engine.comm import Communicator
