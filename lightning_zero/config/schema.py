@@ -54,7 +54,7 @@ class ZeroConfig:
     """
 
     max_unit_bytes: int = 512 * MIB
-    """Units larger than this are split at their children; those that ``leaf_classes`` names and torch's fused ones are not.
+    """Units larger than this are split at their children; ``leaf_classes`` and torch's fused modules stay whole.
 
     So are units larger than 1/16 of the model (and than ``min_unit_bytes`` and 8 MiB), for about four are whole at a
     time; but not what ``unit_classes`` names, and not what is compiled, holds a list (of experts, say), or would burden
