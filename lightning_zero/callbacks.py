@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_zero.engine import Engine
-from lightning_zero.engine.norm import total_norm
+from lightning_zero.engine.norm import GradientNorm, total_norm
 from lightning_zero.precision import raw_optimizer
 from lightning_zero.strategy import ZeroMethods
 
@@ -30,8 +30,7 @@ class ZeroMonitor(Callback):
     ``zero/loss_scale``, ``zero/skipped_steps``      under fp16: the loss scale, and how many steps have overflown
     ===============================================  ==================================================================
 
-    Per-step values are means since the last time. Without clipping by norm, the norm is computed for the steps that
-    are logged.
+    Per-step values are means since the last time. The norm is computed for the steps that are logged.
 
     Args:
         every_n_steps: optimizer steps between two records; None: the Trainer's ``log_every_n_steps``.
@@ -43,6 +42,7 @@ class ZeroMonitor(Callback):
         self.every_n_steps = every_n_steps
         self._logged = 0
         self._norm: torch.Tensor | None = None
+        self._last_clipped: GradientNorm | None = None
         self._before: dict[str, float] = {}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -65,10 +65,14 @@ class ZeroMonitor(Callback):
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
-        """Take the norm where nobody clips by it."""
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Note which clipping was the last one."""
         self._norm = None
-        if self._is_due(trainer, trainer.global_step + 1) and not _clips_by_norm(trainer):
+        self._last_clipped = trainer.strategy.gradient_norm
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
+        """Take the norm, in case that nobody clips by it in this batch."""
+        if self._is_due(trainer, trainer.global_step + 1) and self._clipped(trainer) is None:
             engine = trainer.strategy.engine
             shared, private = engine.sharded(raw_optimizer(optimizer)).gradients()
             self._norm = total_norm(shared, private, engine.comm)
@@ -77,13 +81,20 @@ class ZeroMonitor(Callback):
         """Log, if it is time."""
         if self._is_due(trainer, trainer.global_step):
             metrics = self._metrics(trainer)
+            # the number under which Lightning logs what the module has logged in this batch
+            step = trainer.fit_loop.epoch_loop._batches_that_stepped
             for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=trainer.global_step)
+                logger.log_metrics(metrics, step=step)
             self._logged = trainer.global_step
 
     def _is_due(self, trainer: Any, step: int) -> bool:
         every = self.every_n_steps or trainer.log_every_n_steps
         return bool(every) and step // every > self._logged // every
+
+    def _clipped(self, trainer: Any) -> GradientNorm | None:
+        """The norm before and after the clipping in this batch, if there was one."""
+        norm = trainer.strategy.gradient_norm
+        return None if norm is self._last_clipped else norm
 
     def _metrics(self, trainer: Any) -> dict[str, float]:
         strategy, engine = trainer.strategy, trainer.strategy.engine
@@ -93,7 +104,7 @@ class ZeroMonitor(Callback):
         metrics["peak_bytes"] = float(_peak(strategy.root_device))
         metrics |= {key: (value - self._before.get(key, 0.0)) / steps for key, value in now.items()}
         self._before = now
-        clipped = strategy.gradient_norm if _clips_by_norm(trainer) else None
+        clipped = self._clipped(trainer)
         if clipped is not None:
             metrics |= {"grad_norm": clipped.before.item(), "grad_norm_clipped": clipped.after.item()}
         elif self._norm is not None:
@@ -102,14 +113,6 @@ class ZeroMonitor(Callback):
             metrics["loss_scale"] = strategy.precision_plugin.scaler.get_scale()
             metrics["skipped_steps"] = float(strategy.precision_plugin.skipped_steps)
         return {f"zero/{key}": value for key, value in metrics.items()}
-
-
-def _clips_by_norm(trainer: Any) -> bool:
-    """Whether there is a clipped norm to report; in manual optimization that of the last clipping, if there was one."""
-    if not trainer.lightning_module.automatic_optimization:
-        return trainer.strategy.gradient_norm is not None
-    algorithm = str(getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) or "norm")
-    return bool(trainer.gradient_clip_val) and algorithm == "norm"
 
 
 def _totals(engine: Engine) -> dict[str, float]:

@@ -50,8 +50,8 @@ def drop_communicator(comm: Communicator) -> None:
     for key, (_, known) in list(_communicators.items()):
         if known is comm:
             del _communicators[key]
-    comm.close()
     _failed.append(comm)
+    comm.close()
 
 
 def clean_up_at_exit() -> None:

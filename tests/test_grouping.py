@@ -61,8 +61,7 @@ class Scripted(Block):
 
     def __init__(self):
         super().__init__()
-        with torch.device("cpu"):
-            self.up = torch.jit.trace(nn.Linear(4, 4), torch.ones(4))
+        self.up = torch.jit.script(self.up)
 
 
 class Many(nn.Module):
@@ -104,6 +103,26 @@ def test_a_block_that_is_little_of_the_model_stays_whole():
 @pytest.mark.parametrize("kind", [Fused, Experts, Compiled, Inside, Scripted, Many, FastPath])
 def test_a_block_stays_whole_where_cutting_it_may_be_wrong(kind):
     assert list(names(kind, 4)) == ["", *(f"blocks.{i}" for i in range(4))]
+
+
+@pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.MultiheadAttention])
+def test_fused_layers_stay_whole_outside_of_lists_too(kind):
+    with torch.device("meta"):
+        module = nn.ModuleDict({"layer": kind(DIM, 8), "head": nn.Linear(DIM, 8)})
+    units = {unit.name: unit for unit in make_units(module, ZeroConfig(min_unit_bytes=0))}
+    assert list(units) == ["layer", "head"]
+    assert units["layer"].nbytes == sum(p.nbytes for p in module["layer"].parameters())
+
+
+@pytest.mark.parametrize("kind", [nn.ModuleDict, nn.ModuleList])
+def test_what_is_in_a_container_of_a_cut_block_is_in_units(kind):
+    with torch.device("meta"):
+        experts = {f"expert{i}": nn.Linear(DIM, DIM) for i in range(3)}
+        make = (lambda: kind(experts)) if kind is nn.ModuleDict else (lambda: kind(experts.values()))
+        module = nn.ModuleDict({"blocks": nn.ModuleList(nn.ModuleDict({"experts": make()}) for _ in range(2))})
+    module["wide"] = nn.Linear(DIM, 8 * DIM, device="meta")
+    units = make_units(module, ZeroConfig(min_unit_bytes=0, max_unit_bytes=2**22))
+    assert not [unit for unit in units if unit.is_root]
 
 
 @pytest.mark.parametrize("how", ["compile", "in place", "forward"])

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,10 +21,10 @@ OF_A_RANK = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MA
 
 
 def start(*options, strategy="zero3", **env):
-    inherited = environment(SCRIPT.parent, *sys.path, **env)
+    inherited = environment(SCRIPT.parent, *sys.path)
     return subprocess.Popen(
         [sys.executable, *options, str(SCRIPT), "3", "1", strategy],
-        env={key: value for key, value in inherited.items() if key not in OF_A_RANK},
+        env={key: value for key, value in inherited.items() if key not in OF_A_RANK} | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -38,11 +39,17 @@ def weights(*processes):
     return json.loads(result.removeprefix("RESULT"))[1]
 
 
-def slurm(rank, job):
-    """The variables with which ``srun`` starts one of two ranks; Lightning makes the port from the job's number."""
-    alike = {"JOB_ID": job, "JOB_NAME": "fit", "NODELIST": "127.0.0.1", "NNODES": 1, "NTASKS": 2, "NTASKS_PER_NODE": 2}
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def slurm(rank, port):
+    """The variables with which ``srun`` starts one of two ranks, and the port, for tests that run side by side."""
+    alike = {"JOB_ID": 1234, "JOB_NAME": "fit", "NODELIST": "127.0.0.1", "NNODES": 1, "NTASKS": 2, "NTASKS_PER_NODE": 2}
     own = {"NODEID": 0, "PROCID": rank, "LOCALID": rank}
-    return {f"SLURM_{key}": str(value) for key, value in {**alike, **own}.items()}
+    return {"MASTER_PORT": port, **{f"SLURM_{key}": str(value) for key, value in {**alike, **own}.items()}}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +64,8 @@ def test_torchrun(expected):
 
 
 def test_slurm(expected):
-    assert weights(*[start(**slurm(rank, os.getpid())) for rank in range(2)]) == expected
+    port = free_port()
+    assert weights(*[start(**slurm(rank, port)) for rank in range(2)]) == expected
 
 
 @pytest.mark.parametrize(
@@ -89,21 +97,23 @@ except Exception as error:
 """
 
 
-@pytest.mark.parametrize("caught", [pytest.param(False, marks=pytest.mark.full), True])
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
+@pytest.mark.parametrize(
+    ("rank", "caught"),
+    [(0, False), (1, True), *(pytest.param(*case, marks=pytest.mark.full) for case in ((0, True), (1, False)))],
+)
 def test_a_rank_that_fails_leaves_words_and_no_rank_aborts(rank, caught):
     """Interpreters that end while threads wait in gloo; rank 0 holds the store that the words are in."""
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    options, port = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}, free_port()
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", FAILS.format(rank=rank, caught=caught)],
-            env=environment(SCRIPT.parent, *sys.path, **slurm(number, os.getpid() + 1)),
+            env=environment(SCRIPT.parent, *sys.path, **slurm(number, port)),
             **options,
         )
         for number in range(2)
     ]
     said = [process.communicate(timeout=120)[not caught] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0] if caught else [1, 1], said
+    assert [process.returncode for process in ranks] == ([0, 0] if caught else [1, 1]), said
     assert said[rank].splitlines()[0 if caught else -1].endswith("this rank is wrong")
     assert f"rank {rank} failed: ValueError: this rank is wrong" in said[1 - rank]
 
@@ -139,7 +149,7 @@ class Batches(Callback):
 def test_a_signal_of_slurm_to_one_rank_saves_on_all(rank, world_size, stage, accumulate, tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(signal_connector, "call", lambda command: calls.append(command) or 0)
-    os.environ.update(slurm(rank, 1234))
+    os.environ.update(slurm(rank, "1"))
     alike = ConcatDataset([loader(1).dataset] * 32)  # a resumed fit begins the epoch's data anew
     data = DataLoader(alike, batch_size=2)
 

@@ -101,6 +101,16 @@ class Unfilled(nn.Module):
         return self.head(x)
 
 
+class OnlyBuffers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.empty(3))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.constant_(self.mean, 2)
+
+
 def on_meta(make):
     with torch.device("meta"):
         return make()
@@ -169,6 +179,14 @@ def test_the_whole_is_never_there(rank, world_size):
 def test_what_nothing_fills_is_named(rank, world_size):
     with communicator() as comm, pytest.raises(ValueError, match=r"'weight' was built on meta, and neither Unfilled"):
         build(comm, on_meta(Unfilled), 3)
+
+
+@distributed(world_size=2)
+def test_a_module_without_parameters(rank, world_size):
+    with communicator() as comm:
+        module = on_meta(OnlyBuffers)
+        build(comm, module, 3).release(whole=True)
+    assert module.mean.tolist() == [2, 2, 2]
 
 
 def test_loading_keeps_identity_and_ties():

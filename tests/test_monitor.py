@@ -1,5 +1,8 @@
 """``ZeroMonitor``: what it logs is what happens."""
 
+import csv
+from pathlib import Path
+
 import pytest
 import torch
 from harness import distributed
@@ -51,8 +54,8 @@ def test_metrics_are_what_happens(rank, world_size, stage, tmp_path):
     model = Wide()
     half = sum(p.numel() for p in model.parameters()) / 2
     run.fit(model, loader())
-    assert list(records) == [2, 4]
-    last = records[4]
+    assert list(records) == [1, 3]
+    last = records[3]
     assert last["zero/grad_norm"] > last["zero/grad_norm_clipped"]
     assert last["zero/grad_norm_clipped"] == pytest.approx(0.01, rel=1e-4)
     assert last["zero/optimizer_bytes"] == pytest.approx(8 * half, rel=0.02)
@@ -73,7 +76,67 @@ def test_the_norm_without_clipping(rank, world_size, tmp_path):
     reference = Net()
     reference.training_step(next(iter(loader())), 0).backward()
     want = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
-    assert records[1]["zero/grad_norm"] == records[1]["zero/grad_norm_clipped"] == pytest.approx(want.item(), rel=1e-5)
+    assert records[0]["zero/grad_norm"] == records[0]["zero/grad_norm_clipped"] == pytest.approx(want.item(), rel=1e-5)
+
+
+class ClipsNow(Net):
+    """Clips in the second step only."""
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        if self.global_step == 1:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+
+class ClipsByHand(Net):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx == 1:
+            self.clip_gradients(optimizer, 0.01, "norm")
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [ClipsNow, ClipsByHand])
+@distributed(world_size=2)
+def test_the_norms_are_those_of_the_step(rank, world_size, kind, tmp_path):
+    clips = {"gradient_clip_val": 0.01} if kind is ClipsNow else {}
+    run, records = watched(rank, world_size, tmp_path, 3, every=1, max_steps=3, **clips)
+    run.fit(kind(), loader())
+    before = [record["zero/grad_norm"] for record in records.values()]
+    after = [record["zero/grad_norm_clipped"] for record in records.values()]
+    assert before[0] == after[0] > 0 and before[2] == after[2] > 0
+    assert before[1] > after[1] == pytest.approx(0.01, rel=1e-4)
+
+
+class Logs(Net):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@distributed(world_size=2)
+def test_records_stand_beside_those_of_the_module(rank, world_size, accumulate, tmp_path):
+    logger = CSVLogger(tmp_path)
+    settings = {
+        "max_steps": 4,
+        "max_epochs": 2,
+        "log_every_n_steps": 2,
+        "accumulate_grad_batches": accumulate,
+        "logger": logger,
+    }
+    run = trainer(rank, world_size, tmp_path, "zero2", callbacks=[ZeroMonitor()], **settings)
+    run.fit(Logs(), loader())
+    if rank == 0:
+        rows = list(csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines()))
+        assert [row["step"] for row in rows if row["loss"]] == ["1", "3"]
+        assert [row["step"] for row in rows if row["zero/grad_norm"]] == ["1", "3"]
 
 
 class Overflows(Net):

@@ -18,7 +18,7 @@ from test_strategy import DIM, Net, trainer, zero
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_zero.engine import PeerError, outside
-from lightning_zero.engine.peers import Peers
+from lightning_zero.engine.peers import LINGER, Peers
 
 STAGES = [1, 2, 3]
 
@@ -255,3 +255,47 @@ def test_the_first_exception_is_not_hidden_by_those_that_follow():
         except PeerError:
             said = traceback.format_exc()
     assert said.index("the first") < said.index("Connection closed") < said.index("lost a peer during 'gather of x'")
+
+
+def peers_of(store, world_size):
+    """The peers of all ranks, in one process."""
+    generation, made = Peers._generation, []
+    for rank in range(world_size):
+        Peers._generation = generation
+        made.append(Peers(store, rank, world_size))
+    return made
+
+
+def test_last_words_stay_whatever_another_thread_says():
+    first, second = peers_of(dist.HashStore(), 2)
+    first.fail("ValueError: wrong")
+    first.go_on()
+    first.outside("torch.distributed.barrier")
+    assert second.last_words() == "rank 0 failed: ValueError: wrong"
+
+
+@pytest.mark.parametrize(("gone", "seconds"), [(set(), 0.5), ({1}, 0.5), ({1, 2}, 0.0)])
+def test_the_holder_of_the_store_stays_until_the_others_know(gone, seconds, monkeypatch):
+    """Rank 1 has failed or died; rank 2, if it lives, is busy and reads the words later."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    peers = peers_of(dist.TCPStore("127.0.0.1", 0, is_master=True), 3)
+    if not gone:
+        peers[1].fail("ValueError: wrong")
+    for rank in gone:
+        peers[0].lost("gather of x", RuntimeError("Connection closed"), rank)
+    timer = threading.Timer(seconds, peers[2].fail, ["PeerError"])
+    timer.start()
+    began = time.monotonic()
+    peers[0].linger()
+    took = time.monotonic() - began
+    timer.join()
+    assert (seconds <= took < LINGER) if seconds else took < 0.5
+
+
+def test_alone_nobody_is_waited_for(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    (alone,) = peers_of(dist.TCPStore("127.0.0.1", 0, is_master=True), 1)
+    alone.fail("ValueError: wrong")
+    began = time.monotonic()
+    alone.linger()
+    assert time.monotonic() - began < 0.5

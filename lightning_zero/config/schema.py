@@ -56,10 +56,10 @@ class ZeroConfig:
     max_unit_bytes: int = 512 * MIB
     """Units larger than this are split at their children; ``leaf_classes`` and torch's fused modules stay whole.
 
-    So are units larger than 1/16 of the model (and than ``min_unit_bytes`` and 8 MiB), for about four are whole at a
-    time; but not what ``unit_classes`` names, and not what is compiled, holds a list (of experts, say), or would burden
-    the root with many small layers. All ranks must then run a block's layers in the same order: name a block that
-    chooses among them in ``leaf_classes``.
+    Smaller units are split, too, if they are larger than 1/16 of the model, ``min_unit_bytes`` and 8 MiB, for about
+    four are whole at a time. Not so what ``unit_classes`` names, what is compiled or scripted, what holds a list (of
+    experts, say), and what would burden the root with many small layers. All ranks must then run a block's layers in
+    the same order: name a block that chooses among them in ``leaf_classes``.
     """
 
     persistence_threshold: int = 0

@@ -27,7 +27,7 @@ Bounds = Sequence[tuple[int, int]]
 """Start and stop of each rank's part of a flat tensor, in rank order."""
 
 
-LEAVE = 1.0
+ENDING = 1.0
 """Seconds that threads get to end by themselves when a communicator is closed."""
 
 PIECE = 64 * 1024
@@ -270,7 +270,7 @@ class Communicator:
         self.peers.linger()
 
     def _ends(self) -> bool:
-        deadline = time.monotonic() + LEAVE
+        deadline = time.monotonic() + ENDING
         return all(lane.ends(deadline) for lane in self._lanes.values())
 
     def _cut(self) -> None:

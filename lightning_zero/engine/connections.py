@@ -25,19 +25,20 @@ class Connections:
     are needed (``TORCH_GLOO_LAZY_INIT``) are not among them.
     """
 
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
     def __enter__(self) -> Self:
-        self._before = _sockets().keys()
-        self._found: list[str] = []
+        self._names = set(_sockets())
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._found = [name for name in _sockets() if name not in self._before]
+        self._names = _sockets().keys() - self._names
 
     def cut(self) -> None:
         """Shut the connections down: whoever waits at either end gets an error."""
-        still = _sockets()
-        for name in self._found:
-            if name in still:
-                with suppress(OSError), socket.socket(fileno=os.dup(still[name])) as connection:
+        for name, fd in _sockets().items():
+            if name in self._names:
+                with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
                     connection.getpeername()  # a listening socket has none; gloo ends the process if that is shut
                     connection.shutdown(socket.SHUT_RDWR)

@@ -14,8 +14,8 @@ SMALL = 8 * 2**20
 """Bytes below which a unit costs more in messages than it saves in memory."""
 
 SHARE = 16
-"""A unit need not be smaller, and had better not be larger, than this fraction of the model: about four are whole at a
-time, as parameters or gradients.
+"""A unit need not be smaller, and had better not be larger, than the model divided by this: about four are whole at a
+time, as parameters or gradients. So is what of a block may go to the root, against a unit.
 """
 
 HOOKLESS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, torch.jit.ScriptModule)
@@ -111,7 +111,7 @@ def _blocks(module: nn.Module, config: ZeroConfig, most: int) -> Iterator[nn.Mod
             elif size and chosen:
                 yield from walk(child, small if _scattered(child, small) < small else 0, compiled)
             elif size:
-                yield from walk(child, math.inf, compiled)
+                yield from walk(child, least if isinstance(child, HOOKLESS) else math.inf, compiled)
 
     return walk(module, math.inf, compiled=False)
 
@@ -147,22 +147,27 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _large_layers(module: nn.Module, covered: set[int], threshold: int) -> list[UnitSpec]:
-    """Layers outside the blocks (an embedding, an output layer) that are larger than a block."""
+    """Layers outside the blocks (an embedding, an output layer) that are larger than a block; a fused module is one."""
+    fused = [m for m in module.modules() if isinstance(m, FUSED)]
+    covered = covered | {id(inner) for outer in fused for inner in outer.modules() if inner is not outer}
+
+    def size(layer: nn.Module) -> int:
+        own = layer.parameters(recurse=isinstance(layer, FUSED))
+        return sum(p.numel() * p.element_size() for p in own)
+
     return [
         UnitSpec(name, [layer])
         for name, layer in module.named_modules()
-        if id(layer) not in covered
-        and name
-        and not isinstance(layer, HOOKLESS)
-        and sum(p.numel() * p.element_size() for p in layer.parameters(recurse=False)) > threshold
+        if id(layer) not in covered and name and not isinstance(layer, HOOKLESS) and size(layer) > threshold
     ]
 
 
 def _assign(module: nn.Module, root: UnitSpec, specs: list[UnitSpec]) -> None:
     """Fill in the parameters; what two units share, and what no unit has, goes to the root."""
     places: dict[int, set[int]] = defaultdict(set)
+    heads = {id(spec.modules[0]) for spec in specs}
     for number, spec in enumerate(specs):
-        for inner in _own_modules(spec, specs):
+        for inner in _own_modules(spec.modules[0], heads):
             places[id(inner)].add(number)
     owners: dict[int, set[int]] = defaultdict(set)
     for inner in module.modules():
@@ -174,17 +179,12 @@ def _assign(module: nn.Module, root: UnitSpec, specs: list[UnitSpec]) -> None:
         spec.params[name] = param
 
 
-def _own_modules(spec: UnitSpec, specs: list[UnitSpec]) -> Iterator[nn.Module]:
-    """The modules below a unit's own, other units excepted."""
-    others = {id(other.modules[0]) for other in specs if other is not spec}
-
-    def walk(parent: nn.Module) -> Iterator[nn.Module]:
-        yield parent
-        for child in parent.children():
-            if id(child) not in others:
-                yield from walk(child)
-
-    return walk(spec.modules[0])
+def _own_modules(head: nn.Module, heads: set[int]) -> Iterator[nn.Module]:
+    """A unit's first module and what is below it, other units excepted."""
+    yield head
+    for child in head.children():
+        if id(child) not in heads:
+            yield from _own_modules(child, heads)
 
 
 def _set_apart(small: UnitSpec, specs: list[UnitSpec], threshold: int) -> None:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.jit import ScriptModule
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.guard import Place
@@ -112,7 +113,8 @@ class Hooks:
 
     def attach(self, module: nn.Module) -> None:
         """Put hooks on the modules of the units, and a scope around the forward of ``module`` and of its children."""
-        for outer in [module, *module.children()]:
+        children = [child for child in module.children() if not isinstance(child, ScriptModule)]  # those take no hooks
+        for outer in [module, *children]:
             scopes: list[AbstractContextManager[None]] = []
             self._handles.append(outer.register_forward_pre_hook(_EnterScope(self.engine, scopes), prepend=True))
             leave = _LeaveScope(self.engine, scopes)

@@ -4,7 +4,8 @@ A module is filled by its own ``reset_parameters`` (torch's convention), then by
 module above that has one (the convention of ``transformers`` and nanoGPT), children before parents, as in a
 constructor. So with the same seed, a module whose constructor does just that gets the same numbers. Two exceptions:
 what else a constructor does to values is lost, and a module without tensors of its own that is too large to be whole
-has no turn. What nothing fills is an error, never garbage.
+is not given to ``_init_weights``. (If it has a ``reset_parameters`` of its own, as ``nn.Transformer`` has, all that is
+below is whole for that.) What nothing fills is an error, never garbage.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,11 +48,11 @@ class Materializer:
     Args:
         module: the whole of it.
         specs: the units that it will be cut into.
-        most: bytes that may be whole at a time, if no unit is larger: what is below a module waits for its turn.
+        most: bytes that may be whole at a time for an ``_init_weights``, if no unit is larger.
     """
 
     def __init__(self, module: nn.Module, specs: Sequence[UnitSpec], most: int) -> None:
-        most = max(most, *(spec.nbytes for spec in specs))
+        most = max([most, *(spec.nbytes for spec in specs)])
         above = {child: parent for parent in module.modules() for child in parent.children()}
         order = list(_post_order(module, ""))
         self._calls = {inner: self._initialisers(inner, most, above) for _, inner in order if is_meta(inner)}

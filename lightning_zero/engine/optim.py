@@ -218,13 +218,17 @@ class ShardedOptimizer:
 
     def forget_masters(self, flats: Sequence[Flat]) -> None:
         """Keep the state, in host memory, but not the masters in ``flats`` that it belongs to: those are released."""
-        for key, (param, flat, _, tiles) in self._tiles.items():
-            if flat is not None and flat in flats:
-                ghosts = [torch.empty_like(tile, device="meta") for tile in tiles]
-                for tile, ghost in zip(tiles, ghosts, strict=True):
-                    if tile in self.state:
-                        self.state[ghost] = tree_map_only(Tensor, Tensor.cpu, self.state.pop(tile))
-                self._tiles[key] = _Tiles(param, flat, flat.shard, ghosts)
+        for flat in flats:
+            for param in flat.params:
+                if id(param) in self._tiles:
+                    self._tiles[id(param)] = self._without_memory(self._tiles[id(param)], flat)
+
+    def _without_memory(self, known: _Tiles, flat: Flat) -> _Tiles:
+        ghosts = [torch.empty_like(tile, device="meta") for tile in known.tiles]
+        for tile, ghost in zip(known.tiles, ghosts, strict=True):
+            if tile in self.state:
+                self.state[ghost] = tree_map_only(Tensor, Tensor.cpu, self.state.pop(tile))
+        return known._replace(shard=flat.shard, tiles=ghosts)
 
     def nbytes(self) -> int:
         """Bytes of the state on this rank."""

@@ -36,7 +36,10 @@ class Peers:
         Peers._generation += 1
         self._store = PrefixStore(f"lightning_zero/{Peers._generation}", store)
         self.rank, self.world_size = rank, world_size
-        self._has_news = rank == 0 and _lives_here(store)  # what only this process knows
+        self._holds_store = world_size > 1 and rank == 0 and _lives_here(store)
+        self._gone: set[int] = set()
+        self._failed = False
+        self._lock = threading.Lock()  # the thread that watches the main thread publishes, too
         self.step = 0
         self.trouble = ""
         """Why this rank does what the others do not expect, if it knows."""
@@ -101,17 +104,20 @@ class Peers:
         return _join_failures(positions, self.rank)
 
     def fail(self, message: str) -> None:
-        """Leave word that this rank has failed."""
+        """Leave word that this rank has failed; what it says first stays."""
         if self.world_size > 1:
             with suppress(RuntimeError):  # the store's host is gone, and the peers know it
                 self._publish({"waits": None, "step": self.step, "failed": message})
 
     def linger(self) -> None:
-        """The process is about to end, and the store with it: wait until the others have failed, too, for a while."""
+        """The process is about to end, and if it holds the store, that with it, where all words are: wait until the
+        others have failed, too, for a while.
+        """
         deadline = time.monotonic() + LINGER
         with suppress(RuntimeError):  # the store has gone already
-            while self._has_news and time.monotonic() < deadline:
-                if all(position and "failed" in position for position in self._positions()):
+            while self._holds_store and time.monotonic() < deadline:
+                ended = {rank for rank, position in enumerate(self._positions()) if position and "failed" in position}
+                if len(ended | self._gone | {self.rank}) == self.world_size:
                     return
                 time.sleep(0.05)
 
@@ -119,7 +125,8 @@ class Peers:
         """The error for a connection that broke (to rank ``peer``, if it is known): the peer's own words, where it left
         any.
         """
-        self._has_news = False
+        if peer is not None:
+            self._gone.add(peer)
         error.__context__ = error.__context__ or sys.exc_info()[1]  # what this rank handles is shown, too
         try:
             now = self._positions()
@@ -147,8 +154,11 @@ class Peers:
 
     def _publish(self, position: Position) -> None:
         position["trouble"] = f" after {self.trouble}" if self.trouble else ""
-        self._store.set(str(self.rank), json.dumps(position))
-        self._published = True
+        with self._lock:
+            if not self._failed:
+                self._failed = "failed" in position
+                self._store.set(str(self.rank), json.dumps(position))
+                self._published = True
 
     def _positions(self) -> list[Position | None]:
         keys = [str(rank) for rank in range(self.world_size)]
@@ -157,7 +167,6 @@ class Peers:
     def _raise_failed(self, what: str, positions: list[Position | None]) -> None:
         words = _join_failures(positions, self.rank)
         if words:
-            self._has_news = False
             raise PeerError(f"Rank {self.rank} cannot go on with {what!r} in step {self.step}: {words}")
 
     def describe(self, positions: list[Position | None]) -> str:

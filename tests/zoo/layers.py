@@ -193,6 +193,17 @@ class RunningMean(Blocks):
             return super().forward(x - self.mean)
 
 
+class Scripted(Blocks):
+    """A child whose forward is not Python's, and which takes no hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.neck = torch.jit.script(nn.Linear(DIM, DIM))
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(self.neck(x))
+
+
 class BatchNorm(Blocks):
     class block(nn.Sequential):
         def __init__(self) -> None:
