@@ -30,12 +30,21 @@ _VISITORS = {
 }
 
 
+_REFUSED = {"ModelPruning": "replaces parameters by masked copies outside of steps, and takes them to be whole there"}
+"""At stage 3."""
+
+
 def let_in(callbacks: Sequence[Any], engine: Engine, module: nn.Module) -> Callable[[], None]:
     """Make the hooks of such callbacks run on whole parameters of ``module``; returns what takes it back.
 
     Raises:
-        ValueError: a callback would write values that are rounder than the master weights.
+        ValueError: a callback would write values that are rounder than the master weights, or needs parameters that are
+            always whole.
     """
+    sharded = any(unit.sharded for unit in engine.units)
+    for callback in callbacks if sharded else ():
+        for name in {cls.__name__ for cls in type(callback).__mro__} & set(_REFUSED):
+            raise ValueError(f"{name} {_REFUSED[name]}; at stage 3 they are not. Use strategy='zero2'.")
     flats = [flat for unit in engine.units for flat in unit.flats]
     rounded = any(flat.dtypes.compute != flat.dtypes.master for flat in flats)
     visits = [
@@ -51,7 +60,7 @@ def let_in(callbacks: Sequence[Any], engine: Engine, module: nn.Module) -> Calla
                 " precision='32-true', or strategy='ddp'."
             )
     wrapped: list[tuple[Any, str]] = []
-    for callback, visitor in visits if any(unit.sharded for unit in engine.units) else ():
+    for callback, visitor in visits if sharded else ():
         for hook in visitor.reads + visitor.writes:
             setattr(callback, hook, _on_whole(getattr(callback, hook), engine, module, hook in visitor.writes))
             wrapped.append((callback, hook))

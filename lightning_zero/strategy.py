@@ -269,6 +269,8 @@ class ZeroMethods(StepMethods, CheckpointMethods):
         self._failed = True
         if self._sigterm is not None:
             self._sigterm.explain(exception)
+        if "saved tensor hooks" in str(exception):  # torch.func's words
+            exception.add_note("ZeroStrategy(saved_tensors_hooks=False) does without them: see README, Limits.")
         if self._comm is not None:
             words = self._comm.peers.last_words() or self._comm.lost_outside(exception)
             if words and not isinstance(exception, PeerError):

@@ -1,5 +1,6 @@
 """The strategy in a Trainer: what Lightning calls, in which order, and how a run ends."""
 
+import copy
 import os
 import pickle
 import subprocess
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import distributed, environment
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelPruning
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from test_optimizers import Scaled
@@ -482,6 +483,48 @@ def test_ema_is_that_of_ddp_or_refused(rank, world_size, stage, tmp_path):
         torch.testing.assert_close(value, want.state_dict()[name], rtol=1e-5, atol=1e-7)
     with pytest.raises(ValueError, match="EMA"):
         fitted(rank, world_size, tmp_path, zero(stage), callbacks=[callback], precision="bf16-mixed")
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_pruning_is_that_of_ddp_or_refused(rank, world_size, stage, tmp_path):
+    def pruned(strategy):
+        # the reset to the first values is left out: under ddp the callback trains what it has kept for it
+        options = {"amount": 0.5, "parameter_names": ["weight"], "use_lottery_ticket_hypothesis": False}
+        callback = ModelPruning("l1_unstructured", **options)
+        return fitted(rank, world_size, tmp_path, strategy, callbacks=[callback], max_epochs=2).state_dict()
+
+    if stage == 3:
+        with pytest.raises(ValueError, match="ModelPruning replaces parameters"):
+            pruned(zero(3))
+        return
+    want, got = pruned(DDPStrategy()), pruned(zero(stage))
+    assert sum((value == 0).sum() for value in want.values()) > 100
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+
+class Functional(Net):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        gradient = torch.func.grad(lambda x: self(x).sum())(batch[0])
+        return loss + gradient.square().mean()
+
+
+@distributed(world_size=2)
+def test_torch_func_says_how_it_is_served(rank, world_size, tmp_path):
+    with pytest.raises(RuntimeError, match="saved tensor hooks") as failure:
+        fitted(rank, world_size, tmp_path, zero(3), Functional())
+    assert "ZeroStrategy(saved_tensors_hooks=False)" in "".join(failure.value.__notes__)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_torch_func_in_a_step(rank, world_size, stage, tmp_path):
+    torch.manual_seed(0)
+    model = Functional()
+    got = fitted(rank, world_size, tmp_path, zero(stage, saved_tensors_hooks=False), copy.deepcopy(model)).state_dict()
+    want = fitted(rank, world_size, tmp_path, DDPStrategy(), model).state_dict()
+    assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 @distributed(world_size=2)
