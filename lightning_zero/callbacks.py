@@ -40,26 +40,26 @@ class ZeroMonitor(Callback):
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps} must be at least 1.")
         self.every_n_steps = every_n_steps
+        self._watches = False
         self._logged = 0
         self._norm: torch.Tensor | None = None
         self._last_clipped: GradientNorm | None = None
         self._before: dict[str, float] = {}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse other strategies, and say so where there is nothing to log to.
-
-        Raises:
-            TypeError: the strategy is not one of ours.
-        """
-        if not isinstance(trainer.strategy, ZeroMethods):
-            raise TypeError(
-                f"ZeroMonitor watches the ZeRO strategies (zero1, zero2, zero3), not {type(trainer.strategy).__name__}."
+        """Say so where there is nothing to log, or to log to."""
+        self._watches = isinstance(trainer.strategy, ZeroMethods)
+        if not self._watches:
+            rank_zero_warn(
+                f"ZeroMonitor logs nothing under {type(trainer.strategy).__name__}: it watches zero1, zero2 and zero3."
             )
-        if not trainer.loggers:
+        elif not trainer.loggers:
             rank_zero_warn("ZeroMonitor has nothing to log to: give the Trainer a logger.")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to count."""
+        if not self._watches:
+            return
         self._logged = trainer.global_step
         self._before = _totals(trainer.strategy.engine)
         if trainer.strategy.root_device.type == "cuda":
@@ -68,7 +68,7 @@ class ZeroMonitor(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Note which clipping was the last one."""
         self._norm = None
-        self._last_clipped = trainer.strategy.gradient_norm
+        self._last_clipped = trainer.strategy.gradient_norm if self._watches else None
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
         """Take the norm, in case that nobody clips by it in this batch."""
@@ -89,7 +89,7 @@ class ZeroMonitor(Callback):
 
     def _is_due(self, trainer: Any, step: int) -> bool:
         every = self.every_n_steps or trainer.log_every_n_steps
-        return bool(every) and step // every > self._logged // every
+        return self._watches and bool(every) and step // every > self._logged // every
 
     def _clipped(self, trainer: Any) -> GradientNorm | None:
         """The norm before and after the clipping in this batch, if there was one."""

@@ -129,8 +129,15 @@ def test_importing_registers_and_importing_again_is_harmless():
 def test_unknown_settings_are_refused_with_the_nearest_name():
     with pytest.raises(TypeError, match="prefetch"):
         ZeroStrategy(stage=3, prefetched=2)
-    with pytest.raises(ValueError, match="stage=4"):
-        ZeroStrategy(stage=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("stage", 4), ("stage", True), ("unit_classes", 3), ("leaf_classes", [3]), ("saved_tensors_hooks", "no")],
+)
+def test_wrong_values_are_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=f"{name}="):
+        ZeroStrategy(**{name: value})
 
 
 def test_strategies_can_be_pickled_for_spawned_ranks():

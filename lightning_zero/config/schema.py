@@ -4,6 +4,7 @@ Imports neither torch nor omegaconf, so that reading a configuration costs nothi
 is.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -86,8 +87,13 @@ class ZeroConfig:
         for name in ("unit_classes", "leaf_classes"):
             value = getattr(self, name)
             given = (value,) if isinstance(value, str | type) else value
+            if not isinstance(given, Sequence) or not all(isinstance(kind, str | type) for kind in given):
+                raise ValueError(f"{name}={value!r} must be a module class, its name, or a list of those.")
             setattr(self, name, tuple(kind.__name__ if isinstance(kind, type) else kind for kind in given))
-        if self.stage not in (0, 1, 2, 3):
+        for name in ("saved_tensors_hooks", "broadcast_buffers"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
+        if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
             raise ValueError(f"stage={self.stage!r} is none of 0, 1, 2, 3.")
         if self.reduce_at not in (None, "window", "micro_batch"):
             raise ValueError(f"reduce_at={self.reduce_at!r} is none of None, 'window', 'micro_batch'.")

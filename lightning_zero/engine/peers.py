@@ -178,8 +178,8 @@ class Peers:
         ]
         advice = (
             "All ranks must run the same units in the same order (stage 3) and the same number of steps: "
-            "look for a branch, a batch or an exception that only some of them have. A module that chooses among its "
-            "layers can be named in leaf_classes."
+            "look for a branch, a batch, a save or an exception that only some of them have. A module that chooses "
+            "among its layers can be named in leaf_classes."
         )
         return "\n".join(["The ranks have parted and cannot meet:", *lines, advice])
 
