@@ -221,6 +221,23 @@ def test_sizes_change_no_bit(rank, world_size, name):
                 assert_same(got, want, f"stage {stage}, {config}")
 
 
+KEPT = ("Conv", "Scales", "Reused", "NoGradBlock", "CheckpointedBlocks", "CheckpointedBlocksReentrant",
+        "GradientPenalty", "OffloadedActivations", "Frozen", "MixtureOfExperts", "CustomFunction", "Lstm")  # fmt: skip
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize(
+    "name", [name if name in KEPT else pytest.param(name, marks=pytest.mark.full) for name in zoo.ZOO]
+)
+def test_without_hooks_on_saved_tensors(rank, world_size, name):
+    make = partial(zoo.make, name)
+    with communicator() as comm:
+        options = {"steps": 2, "accumulate": 2}
+        want = train_engine(make, comm, stage=2, **options)
+        got = train_engine(make, comm, stage=3, saved_tensors_hooks=False, **options)
+        assert_same(got, want, "stage 3 without hooks is not stage 2")
+
+
 @distributed(world_size=2)
 @pytest.mark.parametrize("name", ["DeepMlp", "Gpt", "Tied", "Frozen", "Unused", "CheckpointedBlocks"])
 def test_bf16_compute_equals_ddp_under_autocast(rank, world_size, name):

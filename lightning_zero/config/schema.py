@@ -60,7 +60,8 @@ class ZeroConfig:
     Smaller units are split, too, if they are larger than 1/16 of the model, ``min_unit_bytes`` and 8 MiB, for about
     four are whole at a time. Not so what ``unit_classes`` names, what is compiled or scripted, what holds a list (of
     experts, say), and what would burden the root with many small layers. All ranks must then run a block's layers in
-    the same order: name a block that chooses among them in ``leaf_classes``.
+    the same order: name a block that chooses among them in ``leaf_classes``. On ``meta``, so much may be whole for an
+    ``_init_weights``.
     """
 
     persistence_threshold: int = 0
@@ -74,8 +75,8 @@ class ZeroConfig:
 
     saved_tensors_hooks: bool = True
     """Stage 3: let autograd keep where a weight is, not the weight, so that it can be freed between forward and
-    backward. ``torch.func`` transforms refuse such hooks: switch them off for those, and units stay gathered until the
-    backward's end.
+    backward. ``torch.func`` transforms refuse such hooks: switch them off for those, and units stay gathered from their
+    forward until the optimizer step.
     """
 
     broadcast_buffers: bool = True

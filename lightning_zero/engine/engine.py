@@ -73,7 +73,7 @@ class Engine:
         self.units = build_units(module, config, comm, self.pool, compute_dtype, owner=self)
         # outlives the release: the optimizer state is still asked for then
         self.homes = {id(p): (flat, i) for unit in self.units for flat in unit.flats for i, p in enumerate(flat.params)}
-        self.residency = Residency(self.units, config.prefetch, self.record)
+        self.residency = Residency(self.units, config.prefetch, not config.saved_tensors_hooks, self.record)
         self.reducer = Reducer(
             self.units, comm, self.pool, row.reduce_at == "window", config.min_unit_bytes, self.record
         )
@@ -83,7 +83,7 @@ class Engine:
         self.uneven = Uneven(self.units, self.residency, comm)
         self.buffers = Buffers(module, comm, config.broadcast_buffers)
         uses_net = config.saved_tensors_hooks and any(unit.sharded for unit in self.units)
-        self._net = Net(self.units, self.need) if uses_net else nullcontext()
+        self.net = Net(self.units if uses_net else [], self.need)
         self._hooks = Hooks(self)
         self._hooks.attach(module)
         self._reuse = Reuse(rounded_layers, self.reducer.use_ready)
@@ -108,7 +108,7 @@ class Engine:
         try:
             if outermost:
                 self._enter_step(on_all_ranks)
-            with self._net if outermost else nullcontext():
+            with self.net if outermost else nullcontext():
                 yield
         finally:
             self._depth -= 1
@@ -126,6 +126,8 @@ class Engine:
     def _enter_step(self, on_all_ranks: bool) -> None:
         self._abort_broken_backward()
         self._reuse.reset()
+        if on_all_ranks and self.residency.keeps:
+            self.residency.reshard_all()
         if torch.is_grad_enabled():
             self._hooks.watch_gradients()
         if on_all_ranks:
@@ -146,6 +148,7 @@ class Engine:
     def pre_forward(self, unit: Unit) -> None:
         """A module of the unit is about to run."""
         self.need(unit)
+        self.net.cover()
         unit.active += 1
         self.record("forward", unit.name)
 
@@ -153,13 +156,10 @@ class Engine:
     def post_forward(self, unit: Unit, last: bool, failed: bool) -> None:
         """A module of the unit has run (the last one of the unit or another), or ended in an exception."""
         unit.active = max(0, unit.active - 1)
+        self.net.uncover()
         self.record("forward_done", unit.name)
-        if failed or not last or in_backward():
-            # a recompute: its backward follows at once
-            return
-        if torch.is_grad_enabled() and self.residency.trace.is_last("train", unit.index):
-            return
-        self.residency.reshard(unit)
+        if last and not failed and not in_backward():  # a recompute: its backward follows at once
+            self.residency.leave(unit)
 
     @unseen
     def need(self, unit: Unit) -> None:
@@ -203,7 +203,7 @@ class Engine:
         if outermost:
             self._begin_backward(last)
         try:
-            with self._net:
+            with self.net:
                 yield
         except BaseException:
             self.reducer.abort()
@@ -230,7 +230,8 @@ class Engine:
                 self.buffers.changed = changed
             self._reuse.reset()
             self.record("backward_end", "")
-            self.residency.reshard_all()
+            if not self.residency.keeps:
+                self.residency.reshard_all()
 
     @unseen
     def _begin_own_backward(self) -> None:

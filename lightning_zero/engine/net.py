@@ -2,11 +2,12 @@
 
 Saved weights would keep a unit's memory alive from forward to backward. The hooks keep a description instead, and
 gather the unit when the backward asks for it. Activations are kept as they are, with the check of versions that
-autograd does without hooks.
+autograd does without hooks, or are left to the user's own hooks, where there are some: of all hooks autograd calls the
+innermost only.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,18 +35,60 @@ class _Where(NamedTuple):
 
 
 class Net(torch.autograd.graph.saved_tensors_hooks):
-    """Saved-tensor hooks for a step; ``need`` makes a unit readable in the backward."""
+    """Saved-tensor hooks for a step; ``need`` makes a unit readable in the backward. Without units there are none."""
 
     def __init__(self, units: Sequence[Unit], need: Callable[[Unit], None]) -> None:
         self._home = {flat.buffer.storage._cdata: (unit, flat) for unit in units for flat in unit.flats}
         self._need = need
+        self._covers: list[bool] = []
         super().__init__(self._pack, self._unpack)
+
+    def __enter__(self) -> None:
+        if self._home:
+            super().__enter__()
+
+    def __exit__(self, *args: object) -> None:
+        if self._home:
+            super().__exit__(*args)
+
+    def cover(self) -> None:
+        """A unit's forward begins: where the user's hooks (to offload activations, say) are the innermost, they go on
+        with activations, and do not get to see the unit's weights, which they may hand through.
+
+        Not torch's own hooks for recomputation: they count what is saved.
+        """
+        theirs = torch._C._autograd._top_saved_tensors_default_hooks(True) if self._home else None
+        covers = theirs is not None and not _is_known(theirs[0])
+        self._covers.append(covers)
+        if theirs is not None and covers:
+            torch._C._autograd._push_saved_tensors_default_hooks(*self._before(*theirs))
+
+    def uncover(self) -> None:
+        """It has ended."""
+        if self._covers and self._covers.pop():
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def _before(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> tuple[Any, Any]:
+        """Hooks that serve weights and leave the rest to ``pack`` and ``unpack``."""
+
+        def pack_or_where(tensor: Tensor) -> Any:
+            return self._where(tensor) or pack(tensor)
+
+        def unpack_or_gather(saved: Any) -> Tensor:
+            return self._unpack(saved) if isinstance(saved, _Where) else unpack(saved)
+
+        pack_or_where._of_net = True  # type: ignore[attr-defined]
+        return pack_or_where, unpack_or_gather
 
     @unseen
     def _pack(self, tensor: Tensor) -> _Kept | _Where:
+        return self._where(tensor) or _Kept(tensor.detach(), tensor._version)
+
+    @unseen
+    def _where(self, tensor: Tensor) -> _Where | None:
         home = self._home.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
         if home is None or tensor.dtype != home[1].dtypes.compute or tensor.is_conj() or tensor.is_neg():
-            return _Kept(tensor.detach(), tensor._version)
+            return None
         unit, flat = home
         size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
         return _Where(unit, flat, size, stride, offset, _versions(flat, size, stride, offset))
@@ -68,6 +111,12 @@ class Net(torch.autograd.graph.saved_tensors_hooks):
                 )
         self._need(saved.unit)
         return saved.flat.full.as_strided(saved.size, saved.stride, saved.offset)
+
+
+def _is_known(pack: Callable[[Tensor], Any]) -> bool:
+    """Whether hooks need no cover: a net's own, and those of ``torch.utils.checkpoint``."""
+    inner = getattr(pack, "__func__", pack)
+    return inner is Net._pack or hasattr(pack, "_of_net") or getattr(pack, "__module__", "") == "torch.utils.checkpoint"
 
 
 def _versions(flat: Flat, size: Sequence[int], stride: Sequence[int], first: int) -> tuple[tuple[int, int], ...]:

@@ -17,16 +17,26 @@ def in_backward() -> bool:
 
 
 class Residency:
-    """Makes units readable when they are needed and frees them when they are not."""
+    """Makes units readable when they are needed and frees them when they are not.
 
-    def __init__(self, units: Sequence[Unit], prefetch: int, record: Record) -> None:
+    Args:
+        units: all of them.
+        prefetch: how many are gathered ahead.
+        keeps: whether graphs hold the weights themselves, unseen (no saved-tensors hooks): then what a forward with
+            gradients has used stays until the optimizer step or the next training step.
+        record: told what happens.
+    """
+
+    def __init__(self, units: Sequence[Unit], prefetch: int, keeps: bool, record: Record) -> None:
         self.units = units
         self.prefetch = prefetch
+        self.keeps = keeps
         self.record = record
         self.announce: Callable[[Unit], None] | None = None  # told before each gather (see ``uneven``)
         self.trace = Trace(len(units))
         self._live: list[Unit] = []
         self._waiting_use: set[int] = set()
+        self._kept: set[int] = set()
 
     def launch(self, unit: Unit) -> None:
         """Start to gather a sharded unit."""
@@ -58,6 +68,16 @@ class Residency:
         self.arrive(unit)
         self._waiting_use.discard(unit.index)
 
+    def leave(self, unit: Unit) -> None:
+        """A forward has ended that is the unit's last one for now."""
+        if torch.is_grad_enabled():
+            if self.keeps:
+                self._kept.add(unit.index)
+            if self.trace.is_last("train", unit.index):
+                return
+        if unit.index not in self._kept:
+            self.reshard(unit)
+
     def reshard(self, unit: Unit, stale: bool = False) -> None:
         """Free a unit's whole parameters; ``stale``: the shards have moved on, and what is in the whole is not kept."""
         self.arrive(unit)
@@ -86,6 +106,7 @@ class Residency:
 
     def reshard_all(self) -> None:
         """Free whatever can be freed, also what views have kept so far."""
+        self._kept.clear()
         for unit in self.units:
             self.reshard(unit)
             if unit.state is ParamState.SHARDED:
@@ -124,7 +145,7 @@ class Residency:
         self.launch(unit)
         self._make_room(unit)
         for index in ahead:
-            if self.units[index].sharded and len(self._live) <= 1 + self.prefetch:
+            if self.units[index].sharded and len(self._live) - len(self._kept) <= 1 + self.prefetch:
                 self.launch(self.units[index])
         self.unshard(unit)
 
@@ -142,5 +163,5 @@ class Residency:
         ranks, and not from which gradients this rank has.
         """
         for other in list(self._live):
-            if other is not unit and other.index not in self._waiting_use:
+            if other is not unit and other.index not in self._waiting_use | self._kept:
                 self.reshard(other)

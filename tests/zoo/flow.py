@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from zoo.base import DIM, Batch, Block, Blocks
+from zoo.layers import Scales
 
 
 class Reused(Blocks):
@@ -199,6 +200,17 @@ class SaveOnCpu(Blocks):
     def body(self, x: Tensor) -> Tensor:
         with torch.autograd.graph.save_on_cpu():
             return super().body(x)
+
+
+class OffloadedActivations(Scales):
+    """Hooks on saved tensors that hand parameters through, as those of torchtune and trl do."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        def pack(tensor: Tensor) -> Tensor:
+            return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            return super().loss(batch)
 
 
 class Dropout(Blocks):

@@ -220,6 +220,21 @@ class Conv(Blocks):
             return x + self.norm(self.conv(x.unflatten(1, (2, -1)))).flatten(1)
 
 
+class Scale(nn.Module):
+    """Graphs hold its weight itself, and not a view of it, as those of ``nn.Linear`` do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.weight)
+
+
+class Scales(Blocks):
+    block = Scale
+
+
 class Lstm(Blocks):
     """Modules that keep lists of their own weights."""
 
