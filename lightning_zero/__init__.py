@@ -1,16 +1,26 @@
 """ZeRO (stages 1, 2, 3) for PyTorch Lightning: ``Trainer(strategy="zero3")`` on an unmodified LightningModule.
 
-Importing this package registers the strategies ``zero1``, ``zero2`` and ``zero3`` with Lightning.
+Importing this package registers the strategies ``zero1``, ``zero2`` and ``zero3`` with Lightning, and those that
+offload: ``zero1_offload``, ``zero2_offload``, ``zero3_offload`` and ``zero3_nvme``.
 """
 
 __version__ = "0.1.0"
 
 from lightning_zero.callbacks import ZeroMonitor
-from lightning_zero.config import ZeroConfig
-from lightning_zero.engine import PeerError, gathered
+from lightning_zero.config import OffloadConfig, ZeroConfig
+from lightning_zero.engine import PeerError, TierError, gathered
 from lightning_zero.registry import register_everywhere
 from lightning_zero.strategy import ZeroStrategy
 
-__all__ = ["PeerError", "ZeroConfig", "ZeroMonitor", "ZeroStrategy", "__version__", "gathered"]
+__all__ = [
+    "OffloadConfig",
+    "PeerError",
+    "TierError",
+    "ZeroConfig",
+    "ZeroMonitor",
+    "ZeroStrategy",
+    "__version__",
+    "gathered",
+]
 
 register_everywhere()

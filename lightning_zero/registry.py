@@ -16,7 +16,16 @@ from typing import Any
 
 from lightning_zero.strategy import ZeroMethods, ZeroStrategy
 
-_STAGES = (1, 2, 3)
+_DISK = {"device": "nvme", "nvme_path": "/local_nvme"}  # Lightning's default for DeepSpeed, too
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
+    "zero1_offload": {"stage": 1, "offload_optimizer": "cpu"},
+    "zero2_offload": {"stage": 2, "offload_optimizer": "cpu"},
+    "zero3_offload": {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"},
+    "zero3_nvme": {"stage": 3, "offload_optimizer": _DISK, "offload_params": _DISK},
+}
 # How ranks of this machine are started, by the ending of the name, as for ``ddp``.
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 _PREFIX = "ZeroStrategy_of_"
@@ -40,7 +49,7 @@ def __getattr__(name: str) -> Any:
 
 
 def register(namespace: str) -> None:
-    """Register ``zero1``, ``zero2``, ``zero3``, and each with ``_spawn``, ``_fork`` and ``_notebook``, in a namespace.
+    """Register the names of ``_SETTINGS``, and each with ``_spawn``, ``_fork`` and ``_notebook``, in a namespace.
 
     Doing it again is harmless.
 
@@ -49,16 +58,16 @@ def register(namespace: str) -> None:
     """
     registry = import_module(f"{namespace}.strategies").StrategyRegistry
     strategy = make_strategy(namespace)
-    for stage, (ending, start_method) in product(_STAGES, _START_METHODS.items()):
-        name = f"zero{stage}{ending}"
+    for (name, settings), (ending, start_method) in product(_SETTINGS.items(), _START_METHODS.items()):
+        name += ending
         ours = name in registry and registry[name]["strategy"].__module__.startswith("lightning_zero.")
         registry.register(
             name,
             strategy,
-            description=f"ZeRO stage {stage}, ranks started by {start_method!r}",
+            description=f"ZeRO: {settings}; ranks started by {start_method!r}",
             override=ours,
-            stage=stage,
             start_method=start_method,
+            **settings,
         )
 
 

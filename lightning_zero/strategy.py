@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch.strategies import DDPStrategy
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero import between_steps, host
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import Communicator, Engine, PeerError, check_elementwise
+from lightning_zero.engine.life import ParamState
 from lightning_zero.engine.materialize import is_meta
 from lightning_zero.engine.norm import GradientNorm
-from lightning_zero.engine.unit import ParamState
 from lightning_zero.precision import ZeroPrecision, adapt, raw_optimizer
 from lightning_zero.saving import CheckpointMethods, LocalCheckpointIO, is_stand_in
 from lightning_zero.steps import StepMethods
@@ -140,6 +141,9 @@ class ZeroMethods(StepMethods, CheckpointMethods):
             raise RuntimeError("The strategy is set up by a Trainer, which connects an accelerator and a module first.")
         accelerator.setup(trainer)
         fitting = trainer.state.fn == "fit"
+        places = self.config.offload_optimizer.device, self.config.offload_params.device
+        if "cpu" in places and self.root_device.type == "cpu":
+            rank_zero_info("Offload to 'cpu' changes nothing here: without a GPU everything is in host memory.")
         self._begin_steps(trainer)
         attached = self._engine is not None and self._sharded is model
         if not attached:

@@ -16,7 +16,7 @@ from torch import nn
 from lightning_zero import gathered
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import Communicator, Engine, check_elementwise
-from lightning_zero.engine.unit import ParamState
+from lightning_zero.engine.life import ParamState
 
 STAGES = (0, 1, 2, 3)
 WIDTH = 8

@@ -98,7 +98,9 @@ def is_plain(module):
 
 def test_public_names():
     assert lightning_zero.__all__ == [
+        "OffloadConfig",
         "PeerError",
+        "TierError",
         "ZeroConfig",
         "ZeroMonitor",
         "ZeroStrategy",

@@ -1,5 +1,5 @@
 """Configuration: one schema behind every door."""
 
-from lightning_zero.config.schema import ZeroConfig
+from lightning_zero.config.schema import OffloadConfig, ZeroConfig
 
-__all__ = ["ZeroConfig"]
+__all__ = ["OffloadConfig", "ZeroConfig"]

@@ -4,12 +4,71 @@ Imports neither torch nor omegaconf, so that reading a configuration costs nothi
 is.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any
 
 MIB = 2**20
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
+
+
+@dataclass(kw_only=True)
+class OffloadConfig:
+    """Where something rests between two uses. The names are those of DeepSpeed's ``offload_optimizer`` and ``aio``."""
+
+    device: str = "none"
+    """``none``: where it is used; ``cpu``: host memory; ``nvme``: a file in ``nvme_path``."""
+
+    nvme_path: str | None = None
+    """A directory on a disk of this host; each rank makes one file there, which has no name and ends with it."""
+
+    pin_memory: bool = True
+    """``cpu`` with a GPU: host memory that the GPU copies from and to directly."""
+
+    buffer_count: int = 4
+    """Windows of the optimizer's step in host memory: one is stepped, one written, the others are read ahead."""
+
+    block_size: int = MIB
+    """Bytes of one request to the disk; a multiple of 4096."""
+
+    queue_depth: int = 8
+    """Requests that may wait for a thread before the step waits."""
+
+    threads: int = 4
+    """Requests that are under way at a time."""
+
+    def __post_init__(self) -> None:
+        if self.device not in ("none", "cpu", "nvme"):
+            raise ValueError(f"device={self.device!r} is none of 'none', 'cpu', 'nvme'.")
+        if self.device == "nvme" and not self.nvme_path:
+            raise ValueError("device='nvme' needs nvme_path: a directory on a disk of this host.")
+        for name, least in (("buffer_count", 2), ("block_size", 4096), ("queue_depth", 1), ("threads", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name}={value!r} must be a whole number, {least} or more.")
+        if self.block_size % 4096:
+            raise ValueError(f"block_size={self.block_size} must be a multiple of 4096, the pages of direct I/O.")
+
+
+def _offload(name: str, value: Any) -> OffloadConfig:
+    """The configuration that a device's name, a mapping or a configuration stands for."""
+    if isinstance(value, OffloadConfig):
+        return value
+    if value is None or isinstance(value, str):
+        return OffloadConfig(device=value or "none")
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}={value!r} is neither a device ('none', 'cpu', 'nvme') nor a mapping of settings.")
+    known = [field.name for field in fields(OffloadConfig)]
+    for key in value:
+        if key not in known:
+            raise TypeError(f"{name} has no setting {key!r}.{_nearest(key, known)}")
+    return OffloadConfig(**value)
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f" Did you mean {near[0]!r}?" if near else f" Valid names: {', '.join(known)}."
 
 
 @dataclass(kw_only=True)
@@ -79,12 +138,20 @@ class ZeroConfig:
     forward until the optimizer step.
     """
 
+    offload_optimizer: OffloadConfig = field(default_factory=OffloadConfig)
+    """Where master weights and the optimizer's state rest; a device's name or a mapping will do."""
+
+    offload_params: OffloadConfig = field(default_factory=OffloadConfig)
+    """Stage 3: where the shards rest that parameters are gathered from."""
+
     broadcast_buffers: bool = True
     """Rank 0's buffers are sent to all ranks before a training forward whenever a forward has changed one, as ``ddp``
     does.
     """
 
     def __post_init__(self) -> None:
+        for name in ("offload_optimizer", "offload_params"):
+            setattr(self, name, _offload(name, getattr(self, name)))
         for name in ("unit_classes", "leaf_classes"):
             value = getattr(self, name)
             given = (value,) if isinstance(value, str | type) else value
@@ -111,6 +178,10 @@ class ZeroConfig:
             raise ValueError(
                 f"tile_size={self.tile_size} must be a multiple of 64: optimizer kernels give other bits on other cuts."
             )
+        if self.stage == 0 and self.offload_optimizer.device != "none":
+            raise ValueError("offload_optimizer needs stage 1, 2 or 3: at stage 0 nothing is sharded.")
+        if self.stage < 3 and self.offload_params.device != "none":
+            raise ValueError(f"offload_params needs stage 3: at stage {self.stage} parameters are whole on every rank.")
         if self.min_unit_bytes > self.max_unit_bytes:
             raise ValueError(
                 f"min_unit_bytes={self.min_unit_bytes} is larger than max_unit_bytes={self.max_unit_bytes}."
@@ -128,12 +199,8 @@ class ZeroConfig:
         Raises:
             TypeError: a keyword is unknown; the message names the nearest valid one.
         """
-        from difflib import get_close_matches
-
         known = cls.field_names()
         for name in kwargs:
             if name not in known:
-                near = get_close_matches(name, known, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else f" Valid names: {', '.join(known)}."
-                raise TypeError(f"ZeroStrategy has no setting {name!r}.{hint}")
+                raise TypeError(f"ZeroStrategy has no setting {name!r}.{_nearest(name, known)}")
         return cls(**kwargs)

@@ -19,6 +19,9 @@ master weights. The **stage** (``stages``) says what is sharded.
 6. *step* (``clipping``, ``nonfinite``, ``norm``; ``optim``, ``elementwise``): gradients are checked, unscaled and
    clipped, and the user's optimizer runs on the shards; whole parameters are gathered again.
 
+Optimizer state, master weights and shards can rest in a **tier** (``tiers``, ``nvme``, ``offload``): a unit is then
+gathered from there, and the step runs window by window (``swapped``).
+
 A module on ``meta`` is filled unit by unit as it is cut (``materialize``).
 
 ``comm`` (with ``lanes``, ``connections``, ``peers`` and ``outside``) is the only file that talks to other ranks;
@@ -30,5 +33,6 @@ from lightning_zero.engine.elementwise import check_elementwise
 from lightning_zero.engine.engine import Engine
 from lightning_zero.engine.gathered import gathered
 from lightning_zero.engine.peers import PeerError
+from lightning_zero.engine.tiers import TierError
 
-__all__ = ["Communicator", "Engine", "PeerError", "check_elementwise", "gathered"]
+__all__ = ["Communicator", "Engine", "PeerError", "TierError", "check_elementwise", "gathered"]

@@ -11,9 +11,11 @@ from lightning_zero.engine.comm import Communicator
 from lightning_zero.engine.dtypes import Dtypes, dtypes_of
 from lightning_zero.engine.grouping import UnitSpec, make_units
 from lightning_zero.engine.guard import Owner, Place, guard
+from lightning_zero.engine.life import ParamState
 from lightning_zero.engine.materialize import Materializer, is_meta
 from lightning_zero.engine.stages import stage_row
-from lightning_zero.engine.unit import Flat, ParamState, Unit
+from lightning_zero.engine.tiers import Tier
+from lightning_zero.engine.unit import Flat, Unit
 
 ComputeDtype = Callable[[nn.Parameter], torch.dtype]
 
@@ -25,6 +27,8 @@ def build_units(
     pool: Pool,
     compute_dtype: ComputeDtype | None,
     owner: Owner,
+    master_tier: Tier | None = None,
+    tier: Tier | None = None,
 ) -> list[Unit]:
     """Move the parameters of ``module`` into units, rank 0's values everywhere. Collective.
 
@@ -48,7 +52,8 @@ def build_units(
         sharded = row.shard_parameters and not spec.persistent
         flats = []
         for name, dtypes, trained, params in _groups(spec, config, compute_dtype):
-            flats.append(Flat(name, params, dtypes, trained, comm, pool, not sharded, not row.shard_optimizer))
+            where = not sharded, not row.shard_optimizer, master_tier, tier
+            flats.append(Flat(name, params, dtypes, trained, comm, pool, *where))
         unit = units[index] = Unit(index, spec, flats, sharded)
         for flat in flats:
             for number, param in enumerate(flat.params):

@@ -13,7 +13,8 @@ from torch import Tensor
 from lightning_zero.engine.buffer import Pool
 from lightning_zero.engine.guard import Place
 from lightning_zero.engine.layout import Slot
-from lightning_zero.engine.unit import Flat, GradState, Unit
+from lightning_zero.engine.life import GradState
+from lightning_zero.engine.unit import Flat, Unit
 
 SMALL = 4 * 1024
 """Elements up to which a gradient waits for the others of its unit."""

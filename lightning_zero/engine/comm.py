@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 from lightning_zero.engine.lanes import Handle, Lane, Round, Start
 from lightning_zero.engine.outside import Outside, failed_in
 from lightning_zero.engine.peers import Peers
+from lightning_zero.engine.tiers import Transfer
 
 Bounds = Sequence[tuple[int, int]]
 """Start and stop of each rank's part of a flat tensor, in rank order."""
@@ -52,10 +53,13 @@ class Communicator:
         self._outside = Outside(self.peers) if self.world_size > 1 and not self.nccl else None
         self._closed = False
 
-    def all_gather(self, full: Tensor, bounds: Bounds, what: str, kind: str = "gather") -> Handle:
+    def all_gather(
+        self, full: Tensor, bounds: Bounds, what: str, kind: str = "gather", after: Transfer | None = None
+    ) -> Handle:
         """Fill ``full`` (1-D): each rank has written its own part, the others' arrive. Asynchronous.
 
-        ``what`` names the operation in errors and keeps ranks that have parted from mixing up messages.
+        ``what`` names the operation in errors and keeps ranks that have parted from mixing up messages. ``after``, on
+        the host only, is waited for before: it still writes this rank's part.
         """
         low, high = bounds[self.rank]
         self._count(kind, (high - low) * (self.world_size - 1), full.dtype)
@@ -78,7 +82,9 @@ class Communicator:
                 starts.append(lane.receive(host[start:stop], peer, tag))
             if high > low:
                 starts.append(lane.send(host[low:high], peer, tag))
-        return lane.submit(starts, what, None if host is full else lambda: full.copy_(host))
+        first: list[Round] = [[Start(lambda: after)]] if after is not None else []
+        rest: list[Round] = [starts] if starts else []
+        return lane.submit_rounds(first + rest, what, None if host is full else lambda: full.copy_(host))
 
     def exchange(self, full: Tensor, receive: Tensor, bounds: Bounds, what: str) -> Handle:
         """The traffic of a reduction: every rank's contribution to this rank's part comes to lie in :meth:`parts`.

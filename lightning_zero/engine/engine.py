@@ -18,15 +18,17 @@ from lightning_zero.engine.clipping import Clipper
 from lightning_zero.engine.comm import Communicator
 from lightning_zero.engine.elementwise import check_elementwise
 from lightning_zero.engine.hooks import Hooks
+from lightning_zero.engine.life import ParamState
 from lightning_zero.engine.modes import unseen
 from lightning_zero.engine.net import Net
+from lightning_zero.engine.offload import make_swap, make_tier
 from lightning_zero.engine.optim import ShardedOptimizer
 from lightning_zero.engine.reducer import Reducer
 from lightning_zero.engine.residency import Residency, in_backward
 from lightning_zero.engine.reuse import Reuse
 from lightning_zero.engine.stages import stage_row
 from lightning_zero.engine.uneven import Uneven
-from lightning_zero.engine.unit import Flat, ParamState, Unit
+from lightning_zero.engine.unit import Flat, Unit
 
 
 class Engine:
@@ -70,7 +72,8 @@ class Engine:
         self._optimizers: dict[int, ShardedOptimizer] = {}
         row = stage_row(config.stage, config.reduce_at)  # type: ignore[arg-type]
         self.pool = Pool(comm.device)
-        self.units = build_units(module, config, comm, self.pool, compute_dtype, owner=self)
+        tiers = [make_tier(place, comm.device) for place in (config.offload_optimizer, config.offload_params)]
+        self.units = build_units(module, config, comm, self.pool, compute_dtype, self, *tiers)
         # outlives the release: the optimizer state is still asked for then
         self.homes = {id(p): (flat, i) for unit in self.units for flat in unit.flats for i, p in enumerate(flat.params)}
         self.residency = Residency(self.units, config.prefetch, not config.saved_tensors_hooks, self.record)
@@ -247,7 +250,8 @@ class Engine:
         """
         if id(optimizer) not in self._optimizers:
             check_elementwise(optimizer)
-            self._optimizers[id(optimizer)] = ShardedOptimizer(optimizer, self.homes, self.config.tile_size)
+            swap = make_swap(self.config, self.comm.device)
+            self._optimizers[id(optimizer)] = ShardedOptimizer(optimizer, self.homes, self.config.tile_size, swap)
         return self._optimizers[id(optimizer)]
 
     def forget_optimizers(self) -> None:
@@ -390,11 +394,4 @@ class Engine:
 
     def memory(self) -> dict[str, int]:
         """Live bytes on this rank by kind; ``buffers`` are free ones that the pool keeps for reuse."""
-        flats = [flat for unit in self.units for flat in unit.flats]
-        return {
-            "parameters": sum(flat.buffer.nbytes for flat in flats if flat.buffer.allocated),
-            "master": sum(flat.shard.nbytes for flat in flats if not flat.aliased),
-            "gradients": sum(t.nbytes for flat in flats for t in (flat.local, flat.backing) if t is not None),
-            "optimizer": sum(optimizer.nbytes() for optimizer in self._optimizers.values()),
-            "buffers": self.pool.nbytes(),
-        }
+        return state.memory(self.units, self._optimizers.values(), self.pool)

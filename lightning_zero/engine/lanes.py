@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_zero.engine.connections import Connections
 from lightning_zero.engine.peers import Peers
+from lightning_zero.engine.tiers import TierError
 
 
 class Start(NamedTuple):
@@ -68,6 +69,8 @@ class Handle:
         elif not self._lane.blocking:
             for work, _ in self.works:
                 work.wait()
+        if isinstance(self.error, TierError):
+            raise self.error
         if self.error is not None:
             raise self._lane.peers.lost(self.what, self.error, self.lost_peer)
         self._done = True

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_zero.engine.elementwise import SCALARS, is_stock
 from lightning_zero.engine.gradient import ShardedGrad
 from lightning_zero.engine.layout import Slot
+from lightning_zero.engine.swapped import FlatState, Piece, Swap, WindowBuffers, Windows
 from lightning_zero.engine.unit import Flat
 
 Homes = Mapping[int, tuple[Flat, int]]
@@ -46,12 +47,15 @@ class ShardedOptimizer:
     A 0-dim entry (``step``) is the same in all tiles of a parameter.
     """
 
-    def __init__(self, optimizer: Optimizer, homes: Homes, tile_size: int) -> None:
+    def __init__(self, optimizer: Optimizer, homes: Homes, tile_size: int, swap: Swap | None = None) -> None:
         self.optimizer = optimizer
         self.homes = homes
         self.tile_size = tile_size
         self.state: defaultdict[Tensor, State] = defaultdict(dict)
         self._tiles: dict[int, _Tiles] = {}
+        self._swap = swap
+        self._swapped: dict[Flat, FlatState] = {}
+        self._buffers: list[WindowBuffers] = []
         self.adopt_state()
         self._warning = optimizer.register_state_dict_pre_hook(_warn_of_empty_state)
 
@@ -130,12 +134,12 @@ class ShardedOptimizer:
         for param, flat, index, own in self.own_gradients():
             grads[id(param)] = own
             changed[id(flat)].append(index)
-        with self._swapped(grads):
+        with self._on_shards(grads):
             self.optimizer.step(**options)
         return changed
 
     @contextmanager
-    def _swapped(self, grads: "Grads") -> Iterator[None]:
+    def _on_shards(self, grads: "Grads") -> Iterator[None]:
         """Masters in the place of parameters, the sharded state in the place of the user's."""
         optimizer = self.optimizer
         groups, own = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
@@ -144,17 +148,50 @@ class ShardedOptimizer:
         try:
             if self._may_tile():
                 optimizer.param_groups = _TileGroups(self, groups, grads)  # type: ignore[assignment]
+                yield
             else:
-                for group in groups:
-                    cut = [(param, tile) for param in group["params"] for tile in self._with_grads(param, grads)]
-                    group["params"] = [tile for _, tile in cut]
+                windows = self._windows(groups, grads)
+                swapped = windows.all_at_once(self.state) if windows is not None else []
+                for number, group in enumerate(groups):
+                    cut = [
+                        (param, tile)
+                        for param in group["params"]
+                        if self.swapped(param) is None
+                        for tile in self._with_grads(param, grads)
+                    ]
+                    group["params"] = [tile for _, tile in cut] + [tile for where, tile in swapped if where == number]
                     tiles += cut
-            yield
+                yield
+                if windows is not None:
+                    windows.end(self.state)
         finally:
             _drop_grads(tile for param, tile in tiles if tile is not param)
             optimizer.param_groups, optimizer.state = groups, state
             for group, params in zip(groups, own, strict=True):
                 group["params"] = params
+
+    def swapped(self, param: nn.Parameter) -> tuple[FlatState, int] | None:
+        """Where a parameter's state rests, if it is in a tier, and the parameter's index there."""
+        home = self.homes.get(id(param))
+        if self._swap is None or home is None:
+            return None
+        flat, index = home
+        if flat not in self._swapped:
+            self._swapped[flat] = FlatState(flat, self._swap.tier)
+        return self._swapped[flat], index
+
+    def _windows(self, groups: Sequence[dict[str, Any]], grads: Grads) -> Windows | None:
+        """What of the parameters with gradients rests in the tier."""
+        if self._swap is None:
+            return None
+        pieces: list[tuple[FlatState, Piece]] = []
+        for number, group in enumerate(groups):
+            for param in group["params"]:
+                if id(param) in grads and (place := self.swapped(param)) is not None:
+                    state, index = place
+                    # of a parameter that lies elsewhere, too: its state has the same entries on all ranks
+                    pieces.append((state, Piece(number, index, *state.flat.own_range(index), grads[id(param)])))
+        return Windows(self._swap, self._buffers, pieces)
 
     def _may_tile(self) -> bool:
         """Whether copies of the groups may stand for the groups: nobody writes to them, nobody watches."""
@@ -178,6 +215,8 @@ class ShardedOptimizer:
     def own_state(self, param: nn.Parameter) -> State:
         """This rank's state of a parameter: 1-D, as long as its part of the masters; other entries as they are."""
         self.adopt_state()
+        if place := self.swapped(param):
+            return place[0].own(place[1])
         tiles = self.tiles(param)
         entries = [self.state[tile] for tile in tiles if tile in self.state]
         if not entries:
@@ -187,6 +226,8 @@ class ShardedOptimizer:
     def unsharded_keys(self, param: nn.Parameter) -> dict[str, bool]:
         """For each entry of a parameter's state, whether it is something else than one element per element here."""
         self.adopt_state()
+        if place := self.swapped(param):
+            return place[0].unsharded(place[1])
         found: dict[str, bool] = {}
         for tile in self.tiles(param):
             for key, value in self.state.get(tile, {}).items():
@@ -199,18 +240,29 @@ class ShardedOptimizer:
         tiles).
         """
         home = self.homes.get(id(param))
-        tiles = self.tiles(param)
         if home is None:
             self.state[param] = dict(entries)
             return
         flat, index = home
         slot = flat.layout.slots[index]
+        if place := self.swapped(param):
+            start, stop = (bound - slot.start for bound in flat.own_part(index))
+            like = torch.empty(0, dtype=flat.dtypes.master, device="cpu")
+            own = {k: _piece(value, slot, start, stop, like, k) for k, value in entries.items()}
+            place[0].set(index, own)
+            return
         bounds = self._bounds(flat, index)
-        for tile, (start, stop) in zip(tiles, bounds, strict=True):
+        for tile, (start, stop) in zip(self.tiles(param), bounds, strict=True):
             self.state[tile] = {
                 key: _piece(value, slot, start - slot.start, stop - slot.start, tile, key)
                 for key, value in entries.items()
             }
+
+    def clear_state(self) -> None:
+        """Forget all of it, as if there had been no step yet."""
+        self.state.clear()
+        for flat_state in self._swapped.values():
+            flat_state.entries.clear()
 
     def let_go(self) -> None:
         """Leave the user's object as it was."""
@@ -253,11 +305,22 @@ class _TileGroups:
         self.sharded, self.groups, self.grads = sharded, groups, grads
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from self._resident()
+        windows = self.sharded._windows(self.groups, self.grads)
+        for tiles in windows.one_by_one(self.sharded.state) if windows is not None else ():
+            for number, group in enumerate(self.groups):
+                batch = [tile for where, tile in tiles if where == number]
+                if batch:
+                    yield {**group, "params": batch}
+
+    def _resident(self) -> Iterator[dict[str, Any]]:
         for group in self.groups:
             batch: list[Tensor] = []
             given: list[Tensor] = []
             size = 0
             for param in group["params"]:
+                if self.sharded.swapped(param) is not None:
+                    continue
                 for tile in self.sharded._with_grads(param, self.grads):
                     numel = tile.numel()
                     if batch and size + numel > self.sharded.tile_size:

@@ -13,10 +13,11 @@ from lightning_zero.engine.collector import SMALL, Collector
 from lightning_zero.engine.comm import Communicator, mean_
 from lightning_zero.engine.guard import Place
 from lightning_zero.engine.lanes import Handle
+from lightning_zero.engine.life import GradState
 from lightning_zero.engine.modes import unseen
 from lightning_zero.engine.nonfinite import Watch
 from lightning_zero.engine.order import ReductionOrder
-from lightning_zero.engine.unit import Flat, GradState, Unit
+from lightning_zero.engine.unit import Flat, Unit
 
 Record = Callable[..., None]
 

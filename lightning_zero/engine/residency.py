@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lightning_zero.engine.guard import guard, unguard
+from lightning_zero.engine.life import ParamState
 from lightning_zero.engine.trace import Pass, Trace
-from lightning_zero.engine.unit import Flat, ParamState, Unit
+from lightning_zero.engine.unit import Flat, Unit
 
 Record = Callable[..., None]
 

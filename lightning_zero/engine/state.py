@@ -1,11 +1,12 @@
 """Whole values out of shards and back: parameters, optimizer state, the plain module."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.engine.buffer import Pool
 from lightning_zero.engine.comm import Communicator
 from lightning_zero.engine.guard import unguard
 from lightning_zero.engine.optim import ShardedOptimizer, State
@@ -18,7 +19,7 @@ def full_parameters(flat: Flat, dst: int) -> Iterator[tuple[nn.Parameter, Tensor
     for index, param in enumerate(flat.params):
         slot = flat.layout.slots[index]
         what = f"parameter {flat.names[index]}"
-        value = collect(flat, index, flat.own(flat.shard, index), flat.comm, dst, what)
+        value = collect(flat, index, flat.own_master(index), flat.comm, dst, what)
         yield param, None if value is None else slot.view(value).to(flat.dtypes.user)
 
 
@@ -41,7 +42,7 @@ def load(flat: Flat, values: Mapping[int, Tensor], readable: bool) -> None:
         slot = flat.layout.slots[index]
         start, stop = flat.own_part(index)
         elements = slot.flatten(value)
-        flat.own(flat.shard, index).copy_(elements[start - slot.start : stop - slot.start])
+        flat.write_master(flat.own_range(index)[0], elements[start - slot.start : stop - slot.start])
         if readable:
             flat.slot(flat.full, index).copy_(elements)
 
@@ -62,7 +63,7 @@ def restore(unit: Unit) -> None:
     unguard(unit)
     for flat in unit.flats:
         for index, param in enumerate(flat.params):
-            values = flat.slot(flat.full, index).clone() if flat.aliased else flat.whole_master(index)
+            values = flat.slot(flat.full, index).clone() if flat.exact else flat.whole_master(index)
             param.data = flat.layout.slots[index].view(values).to("cpu", flat.dtypes.user)
             del param._zero_place  # type: ignore[attr-defined]
         flat.forget()
@@ -121,6 +122,18 @@ def _whole_state(
     return whole
 
 
+def memory(units: Sequence[Unit], optimizers: Iterable[ShardedOptimizer], pool: Pool) -> dict[str, int]:
+    """Live bytes by kind, what rests in tiers excepted."""
+    flats = [flat for unit in units for flat in unit.flats]
+    return {
+        "parameters": sum(flat.buffer.nbytes for flat in flats if flat.buffer.allocated),
+        "master": sum(flat.shard.nbytes for flat in flats if not flat.aliased),
+        "gradients": sum(t.nbytes for flat in flats for t in (flat.local, flat.backing) if t is not None),
+        "optimizer": sum(optimizer.nbytes() for optimizer in optimizers),
+        "buffers": pool.nbytes(),
+    }
+
+
 def load_optimizer_state(sharded: ShardedOptimizer, state_dict: Mapping[str, Any]) -> None:
     """Restore state and groups' options, as ``Optimizer.load_state_dict`` does."""
     groups, saved = sharded.optimizer.param_groups, state_dict["param_groups"]
@@ -135,7 +148,7 @@ def load_optimizer_state(sharded: ShardedOptimizer, state_dict: Mapping[str, Any
                 f"Parameter group {number} of the saved optimizer has {len(old['params'])} parameters, "
                 f"that of {type(sharded.optimizer).__name__} has {len(group['params'])}."
             )
-    sharded.state.clear()
+    sharded.clear_state()
     for group, old in zip(groups, saved, strict=True):
         for param, number in zip(group["params"], old["params"], strict=True):
             entries = state_dict["state"].get(number)

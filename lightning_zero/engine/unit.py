@@ -1,4 +1,4 @@
-"""A unit: parameters that are gathered, reduced and freed together, and the states that they go through."""
+"""A unit: parameters that are gathered, reduced and freed together."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -13,44 +13,11 @@ from lightning_zero.engine.gradient import ShardedGrad
 from lightning_zero.engine.grouping import UnitSpec
 from lightning_zero.engine.lanes import Handle
 from lightning_zero.engine.layout import Layout
+from lightning_zero.engine.life import LEGAL, GradState, ParamState
+from lightning_zero.engine.tiers import Tier, TierArray, Transfer
 from lightning_zero.engine.written import Written
 
 Param = nn.Parameter
-
-
-class ParamState(Enum):
-    """Where the parameters of a unit are."""
-
-    SHARDED = "sharded"
-    """Only this rank's shard is there."""
-    GATHERING = "gathering"
-    """The whole is being written."""
-    UNSHARDED = "unsharded"
-    """The whole is readable."""
-
-
-class GradState(Enum):
-    """Where the gradients of a unit are."""
-
-    EMPTY = "empty"
-    PARTIAL = "partial"
-    """This rank's own contributions, not yet reduced."""
-    REDUCING = "reducing"
-    READY = "ready"
-    """Reduced: each rank holds its shard of the mean."""
-
-
-_LEGAL = {
-    (ParamState.SHARDED, ParamState.GATHERING),
-    (ParamState.GATHERING, ParamState.UNSHARDED),
-    (ParamState.UNSHARDED, ParamState.SHARDED),
-    (ParamState.UNSHARDED, ParamState.GATHERING),  # published after the step: stages 1 and 2
-    (GradState.EMPTY, GradState.PARTIAL),
-    (GradState.READY, GradState.PARTIAL),
-    (GradState.PARTIAL, GradState.REDUCING),
-    (GradState.REDUCING, GradState.READY),
-    (GradState.REDUCING, GradState.EMPTY),  # given up: an exception ended the backward
-}
 
 
 class Flat:
@@ -60,7 +27,9 @@ class Flat:
         dtypes: see :class:`Dtypes`.
         full: 1-D, ``layout.numel`` elements of the compute dtype; every parameter's ``data`` is a view of it, for ever.
         shard: 1-D master weights of this rank, ``high - low`` elements; a view of ``full`` where that is whole and of
-            the same dtype.
+            the same dtype. Where masters rest in a tier, these weights in the compute dtype.
+        master: the master weights in their tier; or None.
+        rest: what ``full`` is gathered from, in its tier (then ``shard`` is empty); or None: from ``shard``.
         local: this rank's gradients, like ``full``, in the wire dtype (or the sum's, while micro-batches are summed);
             or None.
         reduced: 1-D, the mean gradient of ``low:high`` in the sum's dtype; or None.
@@ -81,6 +50,8 @@ class Flat:
         pool: Pool,
         whole: bool,
         owns_all: bool,
+        master_tier: Tier | None = None,
+        tier: Tier | None = None,
     ) -> None:
         self.name = name
         self.names, self.params = list(params), list(params.values())
@@ -97,6 +68,9 @@ class Flat:
         self._own_sizes = [size for stop, (a, b) in zip(stops, self._own, strict=False) for size in (a - stop, b - a)]
         self._own_sizes.append(self.high - self.low - stops[-1])
         self.comm, self.pool = comm, pool
+        self._master_tier, self._tier = master_tier, None if whole else tier
+        self.master: TierArray | None = None
+        self.rest: TierArray | None = None
         self.buffer = FlatBuffer(self.layout.numel, dtypes.compute, pool)
         self.full = self.buffer.tensor
         self.shard = self._cut()
@@ -115,6 +89,11 @@ class Flat:
     @property
     def aliased(self) -> bool:
         """Whether the shard is a part of the resting whole: no second copy."""
+        return self.whole and (self.dtypes.compute == self.dtypes.master or self.master is not None)
+
+    @property
+    def exact(self) -> bool:
+        """Whether whole parameters are the master weights, and not rounded."""
         return self.whole and self.dtypes.compute == self.dtypes.master
 
     @torch.no_grad()
@@ -130,14 +109,28 @@ class Flat:
             self.full.copy_(exact)
         for slot, param in zip(self.layout.slots, self.params, strict=True):
             param.data = slot.view(self.full[slot.start : slot.stop])
-        shard = exact[self.low : self.high]
-        return shard if self.aliased else shard.clone()
+        return self._keep_master(exact[self.low : self.high])
+
+    def _keep_master(self, values: Tensor) -> Tensor:
+        """Put master weights where they rest; returns the shard."""
+        same = self.dtypes.compute == self.dtypes.master
+        if same and self._tier is not None:
+            self.master = self.rest = _put(self._tier, values, f"parameters of {self.name}")
+            return values.new_empty(0)
+        if same or self._master_tier is None:
+            return values if self.aliased else values.clone()
+        self.master = _put(self._master_tier, values, f"master weights of {self.name}")
+        rounded = values.to(self.dtypes.compute)
+        if self._tier is not None:
+            self.rest = _put(self._tier, rounded, f"parameters of {self.name}")
+            return values.new_empty(0)
+        return self.full[self.low : self.high] if self.whole else rounded
 
     def unfreeze(self) -> None:
         """A frozen parameter is trained from now on: masters get the precision that this takes."""
         if self.dtypes != self._trained:
             self.dtypes = self._trained
-            self.shard = self.shard.to(self.dtypes.master)
+            self.shard = self._keep_master(self.shard.to(self.dtypes.master))
 
     @property
     def escaped(self) -> bool:
@@ -148,6 +141,10 @@ class Flat:
         """Start and stop, in ``full``, of what this rank owns of parameter ``index`` (empty: equal)."""
         start, stop = self._own[index]
         return start + self.low, stop + self.low
+
+    def own_range(self, index: int) -> tuple[int, int]:
+        """The same, in the shard."""
+        return self._own[index]
 
     def own(self, tensor: Tensor, index: int) -> Tensor:
         """This rank's part of parameter ``index`` in a tensor of the shard's length."""
@@ -167,11 +164,14 @@ class Flat:
     def gather(self) -> Handle:
         """Start to fill ``full`` from the shards."""
         self.buffer.allocate()
-        if not self.aliased:
-            self.full[self.low : self.high].copy_(self.shard)
+        own, arrives = self.full[self.low : self.high], None
+        if self.rest is not None:
+            arrives = _fetch(self.rest, own)
+        elif not self.aliased:
+            own.copy_(self.shard)
         if self.owns_all:
             return self.comm.nothing()
-        return self.comm.all_gather(self.full, self.layout.shards(), f"gather of {self.name}")
+        return self.comm.all_gather(self.full, self.layout.shards(), f"gather of {self.name}", after=arrives)
 
     @torch.no_grad()
     def keep_writes(self) -> None:
@@ -180,10 +180,36 @@ class Flat:
         own = self.full[self.low : self.high]
         if self.dtypes.compute != self.dtypes.master:
             # masters of values that did not change keep their precision
-            changed = own != self.shard.to(self.dtypes.compute)
-            self.shard.copy_(torch.where(changed, own.to(self.dtypes.master), self.shard))
+            master = self.read_master(0, len(own))
+            changed = own != master.to(self.dtypes.compute)
+            if changed.any():
+                self.write_master(0, torch.where(changed, own.to(self.dtypes.master), master))
         elif not self.aliased:
-            self.shard.copy_(own)
+            self.write_master(0, own)
+
+    def read_master(self, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` of the shard's master weights; a view of them where they are on the device."""
+        if self.master is None:
+            return self.shard[start:stop]
+        values = torch.empty(stop - start, dtype=self.dtypes.master, device="cpu")
+        self.master.fetch(start, values).wait()
+        return values.to(self.full.device)
+
+    def write_master(self, start: int, values: Tensor) -> None:
+        """Overwrite master weights from element ``start`` of the shard on."""
+        for store in self.store_master(start, values):
+            store.wait()
+
+    def store_master(self, start: int, values: Tensor) -> list[Transfer]:
+        """The same, without waiting for tiers: ``values`` must not change before the transfers are done."""
+        if self.rest is None:
+            self.shard[start : start + values.numel()].copy_(values)
+        places = {id(array): array for array in (self.master, self.rest) if array is not None}.values()
+        return [array.store(start, values.to("cpu", array.dtype).contiguous()) for array in places]
+
+    def own_master(self, index: int) -> Tensor:
+        """This rank's part of parameter ``index``'s master weights."""
+        return self.read_master(*self._own[index])
 
     @torch.no_grad()
     def take_in(self) -> None:
@@ -205,6 +231,7 @@ class Flat:
         """Let go of all memory; the layout stays, for the optimizer state that outlives it."""
         nothing = self.full.new_empty(0)
         self.full = self.shard = nothing
+        self.master = self.rest = self._tier = self._master_tier = None
         self.buffer.discard()
 
     def free_gradients(self) -> None:
@@ -253,7 +280,7 @@ class Flat:
         """The whole master weights of parameter ``index``, 1-D in the flat buffer's order, in memory of their own.
         Collective where they are sharded.
         """
-        own = self.own(self.shard, index)
+        own = self.own_master(index)
         return own.clone() if self.owns_all else self._assemble(index, own, f"master weights of {self.names[index]}")
 
     def _assemble(self, index: int, own: Tensor, what: str) -> Tensor:
@@ -315,6 +342,22 @@ class Flat:
             self.own(self.reduced, index).zero_()
 
 
+def _fetch(array: TierArray, out: Tensor) -> Transfer | None:
+    """Start to read a whole array; None: it is there."""
+    if out.device.type == "cpu":
+        return array.fetch(0, out)
+    host = torch.empty(out.shape, dtype=out.dtype, device="cpu", pin_memory=out.device.type == "cuda")
+    array.fetch(0, host).wait()
+    out.copy_(host)
+    return None
+
+
+def _put(tier: Tier, values: Tensor, what: str) -> TierArray:
+    array = tier.empty(values.numel(), values.dtype, what)
+    array.store(0, values.cpu()).wait()
+    return array
+
+
 class Unit:
     """Flats that live together. All changes of state go through :meth:`move` and :meth:`move_grad`."""
 
@@ -349,5 +392,5 @@ class Unit:
             self.grad_state = state
 
     def _check(self, old: Enum, new: Enum) -> None:
-        if (old, new) not in _LEGAL:
+        if (old, new) not in LEGAL:
             raise AssertionError(f"Unit {self.name!r} cannot go from {old.value} to {new.value}.")

@@ -1,0 +1,137 @@
+"""Tiers: where shards rest between two uses. In memory, or in a file on NVMe (ZeRO-Infinity, section 5.2).
+
+An array of a tier is read and written in ranges, asynchronously. A range that is fetched has what was stored last,
+whether or not that store has been waited for.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Hook = Callable[["TierArray", int, Tensor], Any]
+"""Called with an array, the first element of a range, and the tensor that it is read into or was written from."""
+
+
+class TierError(RuntimeError):
+    """A tier cannot hold or give back what it was given; the message names the place and says what to do."""
+
+
+class Transfer(ABC):
+    """A fetch or store under way."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when it is done.
+
+        Raises:
+            TierError: it has failed.
+        """
+
+
+class Done(Transfer):
+    """A transfer that was over when it began."""
+
+    def wait(self) -> None:
+        """Nothing."""
+
+
+class TierArray(ABC):
+    """A 1-D array in a tier.
+
+    Attributes:
+        numel: elements.
+        dtype: of all of them, and of the tensors that they are read into and written from.
+        what: a name for messages.
+    """
+
+    def __init__(self, tier: "Tier", numel: int, dtype: torch.dtype, what: str) -> None:
+        self.tier, self.numel, self.dtype, self.what = tier, numel, dtype, what
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.numel * self.dtype.itemsize
+
+    def fetch(self, start: int, out: Tensor) -> Transfer:
+        """Read elements from ``start`` on into ``out``, contiguous; it must not be used before the transfer is done."""
+        for hook in self.tier.before_fetch:
+            hook(self, start, out)
+        return self._fetch(start, out)
+
+    def store(self, start: int, values: Tensor) -> Transfer:
+        """Write ``values``, contiguous, from ``start`` on; they must not change before the transfer is done."""
+        transfer = self._store(start, values)
+        for hook in self.tier.after_store:
+            hook(self, start, values)
+        return transfer
+
+    @abstractmethod
+    def _fetch(self, start: int, out: Tensor) -> Transfer: ...
+
+    @abstractmethod
+    def _store(self, start: int, values: Tensor) -> Transfer: ...
+
+
+class Tier(ABC):
+    """A place for arrays. Derive from it to bring a place of your own.
+
+    Attributes:
+        before_fetch: hooks that run before a range is read.
+        after_store: hooks that run after a range has been handed over to be written.
+    """
+
+    def __init__(self) -> None:
+        self.before_fetch: list[Hook] = []
+        self.after_store: list[Hook] = []
+
+    @abstractmethod
+    def empty(self, numel: int, dtype: torch.dtype, what: str) -> TierArray:
+        """A new array, not initialised.
+
+        Raises:
+            TierError: there is no room for it.
+        """
+
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that its arrays take."""
+
+    def close(self) -> None:
+        """Give everything back; arrays cannot be used any more."""
+        return None
+
+
+class _HostArray(TierArray):
+    def __init__(self, tier: Tier, numel: int, dtype: torch.dtype, what: str, pin: bool) -> None:
+        super().__init__(tier, numel, dtype, what)
+        self.values = torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pin)
+
+    def _fetch(self, start: int, out: Tensor) -> Transfer:
+        out.copy_(self.values[start : start + out.numel()])
+        return Done()
+
+    def _store(self, start: int, values: Tensor) -> Transfer:
+        self.values[start : start + values.numel()].copy_(values)
+        return Done()
+
+
+class HostTier(Tier):
+    """Host memory; pinned, if ``pin`` is set, for quicker copies to and from a GPU."""
+
+    def __init__(self, pin: bool = False) -> None:
+        super().__init__()
+        self.pin = pin
+        self._nbytes = 0
+
+    def empty(self, numel: int, dtype: torch.dtype, what: str) -> TierArray:
+        """A new array, not initialised."""
+        array = _HostArray(self, numel, dtype, what, self.pin)
+        self._nbytes += array.nbytes
+        return array
+
+    def nbytes(self) -> int:
+        """Bytes that its arrays take."""
+        return self._nbytes
