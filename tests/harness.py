@@ -101,7 +101,9 @@ def _watch(ranks: Sequence[BaseProcess], folder: Path, timeout: float, grace: fl
     running = {process.sentinel: process for process in ranks}
     while running and (left := deadline - time.monotonic()) > 0:
         for sentinel in wait(list(running), left):
-            if running.pop(sentinel).exitcode != 0:  # type: ignore[call-overload]
+            process = running.pop(sentinel)  # type: ignore[call-overload]
+            process.join()  # a killed one has closed its sentinel a moment before it has an exit code
+            if process.exitcode != 0:
                 deadline = min(deadline, time.monotonic() + grace)
     for process in running.values():
         os.kill(process.pid, signal.SIGUSR1)  # type: ignore[arg-type]

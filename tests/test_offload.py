@@ -11,7 +11,7 @@ import torch
 import zoo
 from harness import distributed, run_ranks
 from lightning.pytorch.callbacks import ModelCheckpoint
-from oracles import communicator, train_engine
+from oracles import build_engine, communicator, train_engine
 from test_optimizers import SignMomentum
 from test_parity import assert_same
 from test_strategy import Net, fitted, loader, trainer, zero
@@ -202,6 +202,38 @@ def test_masters_on_disk_change_no_bit(rank, world_size, name, stage, disk, smal
         assert_same(train_engine(make, comm, **options, offload_optimizer=disk), want, "on disk")
         if stage == 3:
             assert_same(train_engine(make, comm, **options, **everywhere(stage, disk)), want, "parameters, too")
+
+
+@pytest.mark.parametrize("buffers", [3, 4, 7])
+@pytest.mark.parametrize("stage", STAGES)
+@distributed(world_size=3)
+def test_groups_in_any_order(rank, world_size, stage, buffers, disk):
+    """Parameters of one window are in several groups, and some of them lie on other ranks only."""
+    offload.WINDOW = 64  # more windows than buffers
+
+    def train(**settings):
+        model = zoo.make("Gpt")
+        engine = build_engine(model, comm, stage=stage, **settings)
+        params = list(model.parameters())[::-1]
+        groups = [{"params": params[start::3], "lr": 0.01 * (start + 1)} for start in range(3)]
+        optimizer = torch.optim.AdamW(groups, weight_decay=0.1)
+        for step in range(4):
+            with engine.forward():
+                loss = model.loss(model.batch(rank, step))
+            optimizer.zero_grad()
+            with engine.backward():
+                loss.backward()
+            engine.step(optimizer)
+        state = engine.optimizer_state(optimizer)
+        engine.release(whole=True)
+        return model.state_dict(), state
+
+    with communicator() as comm:
+        want, want_state = train()
+        got, got_state = train(offload_optimizer={**disk, "buffer_count": buffers})
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    for index, entries in (want_state or {"state": {}})["state"].items():
+        assert all(torch.equal(got_state["state"][index][key], value) for key, value in entries.items())
 
 
 class Two(Net):

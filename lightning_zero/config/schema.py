@@ -27,7 +27,9 @@ class OffloadConfig:
     """``cpu`` with a GPU: host memory that the GPU copies from and to directly."""
 
     buffer_count: int = 4
-    """Windows of the optimizer's step in host memory: one is stepped, one written, the others are read ahead."""
+    """Windows of the optimizer's step in host memory, 3 or more: one is stepped, one written, the others are read
+    ahead.
+    """
 
     block_size: int = MIB
     """Bytes of one request to the disk; a multiple of 4096."""
@@ -43,7 +45,7 @@ class OffloadConfig:
             raise ValueError(f"device={self.device!r} is none of 'none', 'cpu', 'nvme'.")
         if self.device == "nvme" and not self.nvme_path:
             raise ValueError("device='nvme' needs nvme_path: a directory on a disk of this host.")
-        for name, least in (("buffer_count", 2), ("block_size", 4096), ("queue_depth", 1), ("threads", 1)):
+        for name, least in (("buffer_count", 3), ("block_size", 4096), ("queue_depth", 1), ("threads", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name}={value!r} must be a whole number, {least} or more.")

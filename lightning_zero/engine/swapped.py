@@ -4,6 +4,7 @@ While one window is stepped the next one is read and the last one is written (Ze
 in host memory is a few windows, however large the state is.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -131,7 +132,7 @@ class Window:
     def __init__(self, state: FlatState, pieces: Sequence[Piece], buffers: WindowBuffers) -> None:
         buffers.settle()
         self.state, self.pieces, self._buffers = state, pieces, buffers
-        self.start, self.stop = pieces[0].start, pieces[-1].stop
+        self.start, self.stop = min(piece.start for piece in pieces), max(piece.stop for piece in pieces)
         self._tiles: list[Tensor] = []
         self._fetches = [self._fetch(key, array) for key, array in state.arrays.items()]
         if state.flat.master is not None:
@@ -205,11 +206,13 @@ class Windows:
     def one_by_one(self, states: dict[Tensor, State]) -> Iterator[list[tuple[int, Tensor]]]:
         """Tiles of one window after the other, each with its group. What comes between two of them is the step."""
         slots = self._take(min(self._swap.windows, len(self._plan)))
-        coming = [Window(*self._plan[0], slots[0])] if self._plan else []
+        ahead = max(1, len(slots) - 2)
+        coming: deque[Window] = deque()
         for number in range(len(self._plan)):
-            window = coming.pop()
-            if number + 1 < len(self._plan):
-                coming.append(Window(*self._plan[number + 1], slots[(number + 1) % len(slots)]))
+            while number + len(coming) < min(number + 1 + ahead, len(self._plan)):
+                place = number + len(coming)
+                coming.append(Window(*self._plan[place], slots[place % len(slots)]))
+            window = coming.popleft()
             yield window.open(states)
             window.close(states, self._stepped)
         for slot in slots:
