@@ -131,6 +131,14 @@ def test_a_disk_that_fails_is_an_error_of_the_transfer(kind, tmp_path, monkeypat
         transfer.wait()
 
 
+def test_any_failure_of_a_thread_reaches_who_waits(tmp_path, monkeypatch):
+    tier = tier_of("nvme", tmp_path)
+    array = tier.empty(100, torch.float32, "exp_avg of blocks.0")
+    monkeypatch.setattr(tier, "_read", lambda *args: 1 / 0)
+    with pytest.raises(TierError, match="exp_avg of blocks.0 could not be read from .*division by zero"):
+        array.fetch(0, torch.empty(100)).wait()
+
+
 class FailsLate(Net):
     """The disk of one rank fills up in the third step."""
 

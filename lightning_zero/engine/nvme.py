@@ -184,11 +184,12 @@ class NvmeTier(Tier):
         error = None
         try:
             work(begin, end, memory, bounce)
-        except OSError as failure:
+        except Exception as failure:  # whatever it is: who waits for the transfer must hear of it
             doing = "written to" if work == self.write_block else "read from"
             error = TierError(
                 f"{what} could not be {doing} the file in nvme_path={self.path!r} (bytes {begin:,} to {end:,}): "
-                f"{failure.strerror}. Look at the disk; checkpoints that were written before are whole."
+                f"{getattr(failure, 'strerror', None) or failure}. Look at the disk; checkpoints that were written before"
+                " are whole."
             )
         transfer.done(error)
 
