@@ -186,10 +186,10 @@ class NvmeTier(Tier):
             work(begin, end, memory, bounce)
         except Exception as failure:  # whatever it is: who waits for the transfer must hear of it
             doing = "written to" if work == self.write_block else "read from"
+            reason = getattr(failure, "strerror", None) or failure
             error = TierError(
-                f"{what} could not be {doing} the file in nvme_path={self.path!r} (bytes {begin:,} to {end:,}): "
-                f"{getattr(failure, 'strerror', None) or failure}. Look at the disk; checkpoints that were written before"
-                " are whole."
+                f"{what} could not be {doing} the file in nvme_path={self.path!r} (bytes {begin:,} to {end:,}):"
+                f" {reason}. Look at the disk; checkpoints that were written before are whole."
             )
         transfer.done(error)
 
