@@ -8,14 +8,17 @@ __version__ = "0.1.0"
 
 from lightning_zero.callbacks import ZeroMonitor
 from lightning_zero.config import OffloadConfig, ZeroConfig
-from lightning_zero.engine import PeerError, TierError, gathered
+from lightning_zero.engine import PeerError, Tier, TierArray, TierError, Transfer, gathered
 from lightning_zero.registry import register_everywhere
 from lightning_zero.strategy import ZeroStrategy
 
 __all__ = [
     "OffloadConfig",
     "PeerError",
+    "Tier",
+    "TierArray",
     "TierError",
+    "Transfer",
     "ZeroConfig",
     "ZeroMonitor",
     "ZeroStrategy",

@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_zero.engine import Engine
-from lightning_zero.engine.norm import GradientNorm, total_norm
+from lightning_zero.engine.norm import GradientNorm
 from lightning_zero.precision import raw_optimizer
 from lightning_zero.strategy import ZeroMethods
 
@@ -74,8 +74,7 @@ class ZeroMonitor(Callback):
         """Take the norm, in case that nobody clips by it in this batch."""
         if self._is_due(trainer, trainer.global_step + 1) and self._clipped(trainer) is None:
             engine = trainer.strategy.engine
-            shared, private = engine.sharded(raw_optimizer(optimizer)).gradients()
-            self._norm = total_norm(shared, private, engine.comm)
+            self._norm = engine.sharded(raw_optimizer(optimizer)).gradients().norm(engine.comm)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log, if it is time."""

@@ -1,11 +1,9 @@
 """What belongs to the process and its host rather than to one run: communicators, free memory."""
 
 import atexit
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_zero.engine import Communicator, Engine, PeerError
+from lightning_zero.engine.host_memory import free_memory
 
 
 class _Key(NamedTuple):
@@ -100,17 +99,6 @@ def together(comm: Communicator | None) -> Iterator[None]:
                 raise
     if error is not None:
         raise error
-
-
-def free_memory() -> int | None:
-    """Bytes of host memory that can be had without swapping; None where the system does not say."""
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    with suppress(AttributeError, OSError, ValueError):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -165,6 +165,9 @@ class ZeroMethods(StepMethods, CheckpointMethods):
         if not attached:
             self._attach(model)
         if fitting:
+            with host.together(self._comm):
+                for optimizer in self.optimizers:
+                    self._running.sharded(raw_optimizer(optimizer))
             self._fit_engine = self._engine
             self._shut_out = between_steps.let_in(trainer.callbacks, self._running, model)  # type: ignore[attr-defined]
         self.setup_precision_plugin()

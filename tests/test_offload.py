@@ -1,24 +1,21 @@
-"""Offload: the same bits wherever state, masters and parameters rest, and errors that name the file."""
+"""Offload: the same bits wherever state, gradients, masters and parameters rest."""
 
-import errno
-import os
-import resource
-import signal
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
 import zoo
-from harness import distributed, run_ranks
+from harness import distributed
 from lightning.pytorch.callbacks import ModelCheckpoint
-from oracles import build_engine, communicator, train_engine
+from oracles import assert_same, assert_same_state, build_engine, communicator, train_engine
 from test_optimizers import SignMomentum
-from test_parity import assert_same
+from test_precision import precision
 from test_strategy import Net, fitted, loader, trainer, zero
 
-from lightning_zero import PeerError, TierError, ZeroStrategy
+from lightning_zero import OffloadConfig, Tier, TierArray, Transfer
 from lightning_zero.engine import offload
-from lightning_zero.engine.nvme import NvmeTier, aligned_empty
+from lightning_zero.engine.offload import make_tier
 from lightning_zero.engine.tiers import HostTier
 
 STAGES = [1, 2, 3]
@@ -35,150 +32,8 @@ def small_windows(monkeypatch):
     monkeypatch.setattr(offload, "WINDOW", 1024)
 
 
-def tier_of(kind, folder):
-    return HostTier() if kind == "host" else NvmeTier(folder, block_size=8192, queue_depth=2, threads=3)
-
-
 def everywhere(stage, disk):
     return {"offload_optimizer": disk, **({"offload_params": disk} if stage == 3 else {})}
-
-
-# Tiers
-
-
-@pytest.mark.parametrize("make", [torch.empty, lambda n, dtype: aligned_empty(n, dtype)], ids=["heap", "pages"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-@pytest.mark.parametrize("kind", ["host", "nvme"])
-def test_any_range_comes_back(kind, dtype, make, tmp_path):
-    tier = tier_of(kind, tmp_path)
-    generator = torch.Generator().manual_seed(0)
-    for numel in (1, 511, 513, 4096, 20011):
-        array = tier.empty(numel, dtype, "values")
-        want = torch.randint(0, 100, (numel,), generator=generator).to(dtype)
-        array.store(0, want.clone())
-        for _ in range(5):
-            start, stop = sorted(torch.randint(0, numel + 1, (2,), generator=generator).tolist())
-            want[start:stop] = torch.randint(0, 100, (stop - start,), generator=generator).to(dtype)
-            array.store(start, want[start:stop].clone())  # not waited for: stores that share a page keep their order
-            got = make(stop - start, dtype=dtype)
-            array.fetch(start, got).wait()
-            assert torch.equal(got, want[start:stop])
-        whole = make(numel, dtype=dtype)
-        array.fetch(0, whole).wait()
-        assert torch.equal(whole, want)
-    assert tier.nbytes() >= 20011 * dtype.itemsize
-    tier.close()
-
-
-def test_hooks_see_what_is_fetched_and_stored(tmp_path):
-    tier, seen = tier_of("nvme", tmp_path), []
-    tier.before_fetch.append(lambda array, start, out: seen.append(("fetch", array.what, start, out.numel())))
-    tier.after_store.append(lambda array, start, values: seen.append(("store", array.what, start, values.numel())))
-    array = tier.empty(100, torch.float32, "moments")
-    array.store(10, torch.ones(20))
-    array.fetch(5, torch.empty(30)).wait()
-    assert seen == [("store", "moments", 10, 20), ("fetch", "moments", 5, 30)]
-
-
-def test_files_have_no_name_and_go_with_their_tier(tmp_path):
-    folder = tmp_path / "new" / "folder"
-    tier = tier_of("nvme", folder)
-    tier.empty(10**6, torch.float32, "values")
-    assert not list(folder.iterdir()) and folder.stat().st_mode & 0o077 == 0
-    assert os.fstat(tier._fd).st_mode & 0o777 == 0o600 and os.fstat(tier._fd).st_size >= 4 * 10**6
-    file = tier._file
-    del tier
-    assert file.closed
-
-
-# Faults
-
-
-def test_a_directory_that_cannot_be_used_is_named(tmp_path):
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    with pytest.raises(TierError, match=f"No file can be made in nvme_path='{blocked}/swap'"):
-        tier_of("nvme", blocked / "swap")
-
-
-def test_too_small_a_disk_is_said_with_what_is_needed(tmp_path):
-    def fill():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6))
-        tier = tier_of("nvme", tmp_path)
-        tier.empty(10**5, torch.float32, "exp_avg of blocks.0")
-        with pytest.raises(
-            TierError, match=r"no room for exp_avg of blocks.1: .* 401,408 bytes there and needs 802,816"
-        ):
-            tier.empty(2 * 10**5, torch.float32, "exp_avg of blocks.1")
-
-    run_ranks(lambda rank, world_size: fill(), 1)
-
-
-@pytest.mark.parametrize("kind", ["full", "short"])
-def test_a_disk_that_fails_is_an_error_of_the_transfer(kind, tmp_path, monkeypatch):
-    tier = tier_of("nvme", tmp_path)
-    array = tier.empty(10**5, torch.float32, "exp_avg of blocks.0")
-    if kind == "full":
-        monkeypatch.setattr(os, "pwritev", lambda *args: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
-        transfer, said = (
-            array.store(0, torch.ones(10**5)),
-            "exp_avg of blocks.0 could not be written to .*No space left",
-        )
-    else:
-        os.ftruncate(tier._fd, 4096)
-        transfer, said = array.fetch(0, torch.empty(10**5)), "exp_avg of blocks.0 could not be read from .*is shorter"
-    with pytest.raises(TierError, match=said):
-        transfer.wait()
-
-
-def test_any_failure_of_a_thread_reaches_who_waits(tmp_path, monkeypatch):
-    tier = tier_of("nvme", tmp_path)
-    array = tier.empty(100, torch.float32, "exp_avg of blocks.0")
-    monkeypatch.setattr(tier, "_read", lambda *args: 1 / 0)
-    with pytest.raises(TierError, match="exp_avg of blocks.0 could not be read from .*division by zero"):
-        array.fetch(0, torch.empty(100)).wait()
-
-
-class FailsLate(Net):
-    """The disk of one rank fills up in the third step."""
-
-    def on_before_optimizer_step(self, optimizer):
-        if self.global_step == 2 and self.global_rank == 1:
-            os.pwritev = lambda *args: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device"))
-
-
-@distributed(world_size=2)
-def test_a_disk_that_fills_up_in_a_run_ends_it_on_all_ranks(rank, world_size, disk, tmp_path):
-    with pytest.raises(TierError if rank == 1 else PeerError, match="could not be written to"):
-        fitted(rank, world_size, tmp_path, zero(3, offload_optimizer=disk), FailsLate())
-
-
-def killed(rank, world_size, folder):
-    tier = tier_of("nvme", folder)
-    tier.empty(10**6, torch.float32, "values").store(0, torch.ones(10**6)).wait()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_killed_process_leaves_nothing(tmp_path):
-    with pytest.raises(Exception, match="rank 0"):
-        run_ranks(killed, 1, tmp_path / "swap")
-    assert not list((tmp_path / "swap").iterdir())
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"offload_optimizer": "nvme"}, "needs nvme_path"),
-        ({"offload_optimizer": "disk"}, "device='disk'"),
-        ({"offload_optimizer": {"device": "cpu", "pin_memry": False}}, "Did you mean 'pin_memory'"),
-        ({"offload_optimizer": {"device": "nvme", "nvme_path": "/x", "block_size": 1000}}, "block_size=1000"),
-        ({"stage": 2, "offload_params": "cpu"}, "offload_params needs stage 3"),
-        ({"stage": 0, "offload_optimizer": "cpu"}, "offload_optimizer needs stage"),
-    ],
-)
-def test_wrong_settings_are_refused(settings, says):
-    with pytest.raises((TypeError, ValueError), match=says):
-        ZeroStrategy(**settings)
 
 
 # The same bits
@@ -301,3 +156,170 @@ def test_the_cpu_is_accepted_where_it_saves_nothing(rank, world_size, tmp_path):
     for name in ("zero3_offload", "zero2_offload", "zero1_offload"):
         got = fitted(rank, world_size, tmp_path, name).state_dict()
         assert name != "zero3_offload" or all(torch.equal(got[key], want[key]) for key in want)
+
+
+# Twenty steps, sizes that fit nothing, and a tier of somebody's own
+
+
+class InMemory(Tier):
+    """Somebody's own place for state: here, in memory, with what the disk would be asked for."""
+
+    asked: ClassVar[list[str]] = []
+
+    def __init__(self):
+        super().__init__()
+        self.inner = HostTier()
+        self.before_fetch.append(lambda array, start, out: self.asked.append(f"fetch {array.what}"))
+        self.after_store.append(lambda array, start, values: self.asked.append(f"store {array.what}"))
+
+    def empty(self, numel, dtype, what):
+        return InMemoryArray(self, numel, dtype, what)
+
+    def nbytes(self):
+        return self.inner.nbytes()
+
+
+class InMemoryArray(TierArray):
+    def __init__(self, tier, numel, dtype, what):
+        super().__init__(tier, numel, dtype, what)
+        self.inner = tier.inner.empty(numel, dtype, what)
+
+    def _fetch(self, start, out):
+        return Late(partial(self.inner.fetch, start, out))
+
+    def _store(self, start, values):
+        return self.inner.store(start, values)
+
+
+class Late(Transfer):
+    """Reads when somebody waits for it, and not before."""
+
+    def __init__(self, begin):
+        self.begin = begin
+
+    def wait(self):
+        self.begin().wait()
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+@distributed(world_size=2)
+def test_twenty_steps_are_the_same_wherever_things_rest(rank, world_size, stage, autocast, disk, small_windows):
+    make = partial(zoo.make, "OddSizes")
+    options = {"stage": stage, "accumulate": 2, "steps": 20, "clip": 0.5, "autocast": autocast, "with_state": True}
+    with communicator() as comm:
+        want = train_engine(make, comm, **options)
+        assert max(want.norms) > 0.5 > min(want.norms), "clipped in some steps, and not in others"
+        none, some, everything = ({**disk, "ratio": ratio} for ratio in (0, 0.3, 1))
+        places = [("cpu", "cpu"), (InMemory, InMemory), (none, disk), (some, disk), (everything, disk), (disk, "none")]
+        for place, params in places:
+            settings = {"offload_optimizer": place, "offload_params": params if stage == 3 else "none"}
+            got = train_engine(make, comm, **options, **settings)
+            assert_same(got, want, str(settings))
+            assert_same_state(got.state, want.state)
+            assert got.norms == want.norms
+    asked = " ".join(InMemory.asked)
+    names = ["exp_avg of", "exp_avg_sq of", "gradients of", *(["master weights of"] if autocast else [])]
+    assert all(f"{way} {name}" in asked for way in ("fetch", "store") for name in names)
+    assert ("fetch parameters of" in asked) == (stage == 3)
+
+
+@distributed(world_size=2)
+def test_the_ratio_is_kept(rank, world_size, disk):
+    def nbytes(ratio):
+        model = zoo.make("DeepMlp")
+        engine = build_engine(model, comm, stage=1, offload_optimizer={**disk, "ratio": ratio})
+        optimizer = torch.optim.AdamW(model.parameters())
+        with engine.forward():
+            loss = model.loss(model.batch(rank, 0))
+        with engine.backward():
+            loss.backward()
+        before = engine.memory()
+        engine.step(optimizer)
+        memory = engine.memory()
+        engine.release(whole=True)
+        return before["gradients"], memory["optimizer"], memory["offload_optimizer"]
+
+    with communicator() as comm:
+        (gradients, state, _), some, (none, nothing, everything) = nbytes(0), nbytes(0.3), nbytes(1)
+    assert none == nothing == 0 and everything >= gradients + state
+    assert some[0] == pytest.approx(0.7 * gradients, rel=0.1) and some[1] == pytest.approx(0.7 * state, rel=0.1)
+
+
+@distributed(world_size=2)
+def test_gradients_on_disk_can_be_read_and_written(rank, world_size, disk):
+    """Users' own looks at ``p.grad``, and their changes, between backward and step."""
+
+    def train(**settings):
+        model = zoo.make("Gpt")
+        engine = build_engine(model, comm, stage=2, **settings)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        norms = []
+        for step in range(3):
+            with engine.forward():
+                loss = model.loss(model.batch(rank, step))
+            with engine.backward():
+                loss.backward()
+            first, second, *_, last = model.parameters()
+            norms.append([p.grad.norm().item() for p in model.parameters()])
+            first.grad.mul_(0.5)
+            second.grad = torch.ones_like(second)
+            last.grad = None
+            engine.step(optimizer)
+            optimizer.zero_grad(set_to_none=step == 1)
+        engine.release(whole=True)
+        return model.state_dict(), norms
+
+    with communicator() as comm:
+        want, norms = train()
+        got, got_norms = train(offload_optimizer=disk)
+    assert norms == got_norms and all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@distributed(world_size=2)
+def test_loss_scales_and_skipped_steps(rank, world_size, stage, disk, small_windows, tmp_path):
+    def run(**settings):
+        kwargs = precision("16-mixed", init_scale=2.0**18)  # too high at first
+        kwargs |= {"max_epochs": 3, "accumulate_grad_batches": 2, "gradient_clip_val": 0.01}
+        state = fitted(rank, world_size, tmp_path, zero(stage, **settings), Net(), **kwargs).state_dict()
+        return state, kwargs["plugins"][0].scaler.get_scale()
+
+    (want, scale), (got, got_scale) = run(), run(**everywhere(stage, disk))
+    assert got_scale == scale < 2**18 and all(torch.equal(got[name], want[name]) for name in want)
+
+
+class Unfreezing(Net):
+    """A part trains from the second epoch on, and the schedule changes the rate in every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.head.requires_grad_(False)
+
+    def on_train_epoch_start(self):
+        self.head.requires_grad_(self.current_epoch > 0)
+
+    def validation_step(self, batch, batch_idx):
+        assert torch.isfinite(super().training_step(batch, batch_idx))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.LinearLR(optimizer), "interval": "step"}]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@distributed(world_size=2)
+def test_what_trains_later_and_validation_before_the_first_step(rank, world_size, stage, disk, tmp_path):
+    def run(**settings):
+        model, fit = Unfreezing(), trainer(rank, world_size, tmp_path, zero(stage, **settings), max_epochs=2)
+        fit.validate(model, loader(), verbose=False)
+        fit.fit(model, loader(), loader())
+        return model.state_dict()
+
+    want, got = run(), run(**everywhere(stage, disk))
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_a_tier_that_is_none_is_refused():
+    with pytest.raises(TypeError, match="has made dict, which is no lightning_zero.Tier"):
+        make_tier(OffloadConfig(device=dict), torch.device("cpu"))

@@ -100,7 +100,10 @@ def test_public_names():
     assert lightning_zero.__all__ == [
         "OffloadConfig",
         "PeerError",
+        "Tier",
+        "TierArray",
         "TierError",
+        "Transfer",
         "ZeroConfig",
         "ZeroMonitor",
         "ZeroStrategy",

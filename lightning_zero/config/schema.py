@@ -17,8 +17,10 @@ DTYPES = ("fp32", "bf16", "fp16", "fp64")
 class OffloadConfig:
     """Where something rests between two uses. The names are those of DeepSpeed's ``offload_optimizer`` and ``aio``."""
 
-    device: str = "none"
-    """``none``: where it is used; ``cpu``: host memory; ``nvme``: a file in ``nvme_path``."""
+    device: Any = "none"
+    """``none``: where it is used; ``cpu``: host memory; ``nvme``: a file in ``nvme_path``; or a place of your own: a
+    class or function that, called without arguments on every rank, gives a :class:`lightning_zero.Tier`.
+    """
 
     nvme_path: str | None = None
     """A directory on a disk of this host; each rank makes one file there, which has no name and ends with it."""
@@ -35,20 +37,25 @@ class OffloadConfig:
     """Bytes of one request to the disk; a multiple of 4096."""
 
     queue_depth: int = 8
-    """Requests that may wait for a thread before the step waits."""
+    """Requests to the disk that are under way at a time, for each of ``threads``."""
 
-    threads: int = 4
-    """Requests that are under way at a time."""
+    threads: int = 1
+    """Queues of requests."""
+
+    ratio: float = 1.0
+    """How much of the optimizer's state rests there, from 0 to 1, by whole units; the rest stays on the device."""
 
     def __post_init__(self) -> None:
-        if self.device not in ("none", "cpu", "nvme"):
-            raise ValueError(f"device={self.device!r} is none of 'none', 'cpu', 'nvme'.")
+        if self.device not in ("none", "cpu", "nvme") and not callable(self.device):
+            raise ValueError(f"device={self.device!r} is none of 'none', 'cpu', 'nvme', and makes no tier.")
         if self.device == "nvme" and not self.nvme_path:
             raise ValueError("device='nvme' needs nvme_path: a directory on a disk of this host.")
         for name, least in (("buffer_count", 3), ("block_size", 4096), ("queue_depth", 1), ("threads", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name}={value!r} must be a whole number, {least} or more.")
+        if not isinstance(self.ratio, int | float) or isinstance(self.ratio, bool) or not 0 <= self.ratio <= 1:
+            raise ValueError(f"ratio={self.ratio!r} must be a number from 0 to 1.")
         if self.block_size % 4096:
             raise ValueError(f"block_size={self.block_size} must be a multiple of 4096, the pages of direct I/O.")
 
@@ -57,10 +64,13 @@ def _offload(name: str, value: Any) -> OffloadConfig:
     """The configuration that a device's name, a mapping or a configuration stands for."""
     if isinstance(value, OffloadConfig):
         return value
-    if value is None or isinstance(value, str):
+    if value is None or isinstance(value, str) or callable(value):
         return OffloadConfig(device=value or "none")
     if not isinstance(value, Mapping):
-        raise ValueError(f"{name}={value!r} is neither a device ('none', 'cpu', 'nvme') nor a mapping of settings.")
+        raise ValueError(
+            f"{name}={value!r} is neither a device ('none', 'cpu', 'nvme'), nor a mapping of settings, nor something"
+            " that makes a tier."
+        )
     known = [field.name for field in fields(OffloadConfig)]
     for key in value:
         if key not in known:
@@ -141,10 +151,12 @@ class ZeroConfig:
     """
 
     offload_optimizer: OffloadConfig = field(default_factory=OffloadConfig)
-    """Where master weights and the optimizer's state rest; a device's name or a mapping will do."""
+    """Where master weights, reduced gradients and the optimizer's state rest; a device's name or a mapping will do."""
 
     offload_params: OffloadConfig = field(default_factory=OffloadConfig)
-    """Stage 3: where the shards rest that parameters are gathered from."""
+    """Stage 3: where the shards rest that parameters are gathered from; where the forward has 16 bits and the master
+    weights stay on the device, those are the shards.
+    """
 
     broadcast_buffers: bool = True
     """Rank 0's buffers are sent to all ranks before a training forward whenever a forward has changed one, as ``ddp``

@@ -3,7 +3,7 @@
 The life of a unit
 ==================
 
-A module is cut into **units** (``grouping``, ``build``). A unit's parameters are views of flat buffers (``unit.Flat``,
+A module is cut into **units** (``grouping``, ``build``). A unit's parameters are views of flat buffers (``flat``,
 ``layout``, ``dtypes``) whose memory comes and goes (``buffer``); each rank keeps 1/N of it, its **shard**, with the
 master weights. The **stage** (``stages``) says what is sharded.
 
@@ -33,6 +33,16 @@ from lightning_zero.engine.elementwise import check_elementwise
 from lightning_zero.engine.engine import Engine
 from lightning_zero.engine.gathered import gathered
 from lightning_zero.engine.peers import PeerError
-from lightning_zero.engine.tiers import TierError
+from lightning_zero.engine.tiers import Tier, TierArray, TierError, Transfer
 
-__all__ = ["Communicator", "Engine", "PeerError", "TierError", "check_elementwise", "gathered"]
+__all__ = [
+    "Communicator",
+    "Engine",
+    "PeerError",
+    "Tier",
+    "TierArray",
+    "TierError",
+    "Transfer",
+    "check_elementwise",
+    "gathered",
+]

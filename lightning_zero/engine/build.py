@@ -1,6 +1,6 @@
 """From a plain module to units: flat buffers that hold its parameters, each with its place in the engine."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -9,15 +9,20 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engine.buffer import Pool
 from lightning_zero.engine.comm import Communicator
 from lightning_zero.engine.dtypes import Dtypes, dtypes_of
+from lightning_zero.engine.flat import Flat
 from lightning_zero.engine.grouping import UnitSpec, make_units
 from lightning_zero.engine.guard import Owner, Place, guard
 from lightning_zero.engine.life import ParamState
 from lightning_zero.engine.materialize import Materializer, is_meta
+from lightning_zero.engine.offload import Offload
+from lightning_zero.engine.rested import Rests
 from lightning_zero.engine.stages import stage_row
-from lightning_zero.engine.tiers import Tier
-from lightning_zero.engine.unit import Flat, Unit
+from lightning_zero.engine.unit import Unit
 
 ComputeDtype = Callable[[nn.Parameter], torch.dtype]
+
+Group = tuple[str, Dtypes, Dtypes, dict[str, nn.Parameter]]
+"""Name, dtypes now and once it is trained, and parameters by name, of what shares a flat buffer."""
 
 
 def build_units(
@@ -27,8 +32,7 @@ def build_units(
     pool: Pool,
     compute_dtype: ComputeDtype | None,
     owner: Owner,
-    master_tier: Tier | None = None,
-    tier: Tier | None = None,
+    offload: Offload,
 ) -> list[Unit]:
     """Move the parameters of ``module`` into units, rank 0's values everywhere. Collective.
 
@@ -37,12 +41,16 @@ def build_units(
 
     Raises:
         ValueError: a parameter has no values, and nothing gives it any.
+        TierError: a tier has no room for what is to rest there.
     """
     for name, param in module.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(f"Parameter {name!r} has no shape yet: run the lazy module once first.")
     row = stage_row(config.stage, config.reduce_at)  # type: ignore[arg-type]
     specs = make_units(module, config)
+    groups = [_groups(spec, config, compute_dtype) for spec in specs]
+    tiers = offload.rests([sum(p.numel() for p in spec.params.values()) for spec in specs])
+    offload.reserve(_shards(groups, tiers, comm.world_size))
     units: dict[int, Unit] = {}
     turns: Iterable[int] = range(len(specs))
     if is_meta(module):
@@ -51,8 +59,8 @@ def build_units(
         spec = specs[index]
         sharded = row.shard_parameters and not spec.persistent
         flats = []
-        for name, dtypes, trained, params in _groups(spec, config, compute_dtype):
-            where = not sharded, not row.shard_optimizer, master_tier, tier
+        for name, dtypes, trained, params in groups[index]:
+            where = not sharded, not row.shard_optimizer, tiers[index]
             flats.append(Flat(name, params, dtypes, trained, comm, pool, *where))
         unit = units[index] = Unit(index, spec, flats, sharded)
         for flat in flats:
@@ -66,9 +74,17 @@ def build_units(
     return [units[index] for index in range(len(specs))]
 
 
-def _groups(
-    spec: UnitSpec, config: ZeroConfig, compute_dtype: ComputeDtype | None
-) -> list[tuple[str, Dtypes, Dtypes, dict[str, nn.Parameter]]]:
+def _shards(
+    groups: Sequence[Sequence[Group]], tiers: Sequence[Rests], ranks: int
+) -> Iterator[tuple[Rests, int, Dtypes, bool]]:
+    """What :meth:`Offload.reserve` wants to know."""
+    for rests, of_unit in zip(tiers, groups, strict=True):
+        for _, dtypes, _, params in of_unit:
+            trained = any(param.requires_grad for param in params.values())
+            yield rests, -(-sum(param.numel() for param in params.values()) // ranks), dtypes, trained
+
+
+def _groups(spec: UnitSpec, config: ZeroConfig, compute_dtype: ComputeDtype | None) -> list[Group]:
     """A unit's parameters by their dtypes, now and once they are trained: what shares a flat buffer."""
     groups: dict[tuple[Dtypes, Dtypes, bool], dict[str, nn.Parameter]] = {}
     for name, param in spec.params.items():

@@ -1,8 +1,8 @@
 """What may happen to an optimizer's gradients between backward and step: unscaling, clipping, a look for infinities."""
 
-import itertools
 import warnings
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.comm import Communicator
 from lightning_zero.engine.nonfinite import Watch
-from lightning_zero.engine.norm import GradientNorm, scale_, total_norm, unscale_
+from lightning_zero.engine.norm import GradientNorm, scale_, unscale_
 from lightning_zero.engine.optim import ShardedOptimizer
 
 
@@ -51,21 +51,21 @@ class Clipper:
             RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; on all ranks.
         """
         self._close_window()
-        shared, private = self._sharded(optimizer).gradients()
-        norm = total_norm(shared, private, self._comm, float(norm_type))
+        gradients = self._sharded(optimizer).gradients()
+        norm = gradients.norm(self._comm, float(norm_type))
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
                 f"{self._step()}: the total norm of order {norm_type} of the gradients is {norm.item()}, so they "
                 f"cannot be clipped. Not finite: {self._nonfinite(optimizer) or 'only their norm'}."
             )
-        self.norm = GradientNorm(norm, scale_([*shared, *private], norm, max_norm))
+        self.norm = GradientNorm(norm, scale_(chain.from_iterable(gradients.all(writes=True)), norm, max_norm))
         return norm
 
     @torch.no_grad()
     def clip_value_(self, optimizer: Optimizer, clip_value: float) -> None:
         """Clamp the gradients to ``[-clip_value, clip_value]``."""
         self._close_window()
-        for tensor in itertools.chain(*self._sharded(optimizer).gradients()):
+        for tensor in chain.from_iterable(self._sharded(optimizer).gradients().all(writes=True)):
             tensor.clamp_(-clip_value, clip_value)
 
     def unscale_(self, optimizer: Optimizer, scale: float) -> str | None:
@@ -75,8 +75,8 @@ class Clipper:
             None if all of them are finite on all ranks; otherwise which are not, in words.
         """
         self._close_window()
-        shared, private = self._sharded(optimizer).gradients()
-        overflow = torch.tensor([unscale_([*shared, *private], 1.0 / scale)], dtype=torch.uint8, device="cpu")
+        overflows = unscale_(self._sharded(optimizer).gradients().all(writes=True), 1.0 / scale)
+        overflow = torch.tensor([overflows], dtype=torch.uint8, device="cpu")
         self._comm.all_reduce(overflow, "max", "overflow").wait()
         names = self._nonfinite(optimizer) if overflow.item() else None
         self._watch.clear()
@@ -108,7 +108,7 @@ class Clipper:
         """Which of the gradients are not finite now, in words; empty if all are."""
         bad = {
             flat.names[index]
-            for _, flat, index, own in self._sharded(optimizer).own_gradients()
+            for flat, index, own in self._sharded(optimizer).gradients().by_parameter()
             if not torch.isfinite(own).all()
         }
         everywhere: set[str] = set().union(*self._comm.collect(bad))

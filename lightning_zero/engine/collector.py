@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.buffer import Pool
+from lightning_zero.engine.flat import Flat
 from lightning_zero.engine.guard import Place
 from lightning_zero.engine.layout import Slot
 from lightning_zero.engine.life import GradState
-from lightning_zero.engine.unit import Flat, Unit
+from lightning_zero.engine.unit import Unit
 
 SMALL = 4 * 1024
 """Elements up to which a gradient waits for the others of its unit."""

@@ -5,7 +5,7 @@ orthogonalisation, line searches) do not, and are refused.
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,8 +97,22 @@ def _try(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
     return None
 
 
-def _run(optimizer: Optimizer, group: dict[str, Any], params: list[Tensor], grads: list[list[Tensor]]) -> None:
-    """Steps of a copy of the optimizer (its options, none of its state) on ``params``."""
+def state_bytes(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> int:
+    """Bytes of state that the optimizer will keep for each element of a parameter of ``dtype`` on the host."""
+    param = torch.zeros(64, dtype=dtype, device="cpu")
+    state = _run(optimizer, group, [param], [[param]])[param]
+    return sum(value.dtype.itemsize for value in state.values() if is_per_element(value, param))
+
+
+def is_per_element(value: Any, param: Tensor) -> bool:
+    """Whether an entry of a 1-D parameter's state has a number for each of its elements."""
+    return isinstance(value, Tensor) and value.shape == param.shape
+
+
+def _run(
+    optimizer: Optimizer, group: dict[str, Any], params: list[Tensor], grads: list[list[Tensor]]
+) -> Mapping[Tensor, dict[str, Any]]:
+    """Steps of a copy of the optimizer (its options, none of its state) on ``params``; returns the state."""
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update({key: _shallow(value) for key, value in optimizer.__dict__.items() if key != "step"})
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -109,6 +123,8 @@ def _run(optimizer: Optimizer, group: dict[str, Any], params: list[Tensor], grad
         for param, grad in zip(params, step, strict=True):
             param.grad = grad.clone()
         twin.step()
+    state: Mapping[Tensor, dict[str, Any]] = twin.state
+    return state
 
 
 def _shallow(value: Any) -> Any:

@@ -17,18 +17,19 @@ from lightning_zero.engine.build import build_units
 from lightning_zero.engine.clipping import Clipper
 from lightning_zero.engine.comm import Communicator
 from lightning_zero.engine.elementwise import check_elementwise
+from lightning_zero.engine.flat import Flat
 from lightning_zero.engine.hooks import Hooks
 from lightning_zero.engine.life import ParamState
 from lightning_zero.engine.modes import unseen
 from lightning_zero.engine.net import Net
-from lightning_zero.engine.offload import make_swap, make_tier
+from lightning_zero.engine.offload import Offload
 from lightning_zero.engine.optim import ShardedOptimizer
 from lightning_zero.engine.reducer import Reducer
 from lightning_zero.engine.residency import Residency, in_backward
 from lightning_zero.engine.reuse import Reuse
 from lightning_zero.engine.stages import stage_row
 from lightning_zero.engine.uneven import Uneven
-from lightning_zero.engine.unit import Flat, Unit
+from lightning_zero.engine.unit import Unit
 
 
 class Engine:
@@ -72,8 +73,8 @@ class Engine:
         self._optimizers: dict[int, ShardedOptimizer] = {}
         row = stage_row(config.stage, config.reduce_at)  # type: ignore[arg-type]
         self.pool = Pool(comm.device)
-        tiers = [make_tier(place, comm.device) for place in (config.offload_optimizer, config.offload_params)]
-        self.units = build_units(module, config, comm, self.pool, compute_dtype, self, *tiers)
+        self.offload = Offload(config, comm, self.pool)
+        self.units = build_units(module, config, comm, self.pool, compute_dtype, self, self.offload)
         # outlives the release: the optimizer state is still asked for then
         self.homes = {id(p): (flat, i) for unit in self.units for flat in unit.flats for i, p in enumerate(flat.params)}
         self.residency = Residency(self.units, config.prefetch, not config.saved_tensors_hooks, self.record)
@@ -232,6 +233,7 @@ class Engine:
                 # ddp's rule: once a window, before its first forward
                 self.buffers.changed = changed
             self._reuse.reset()
+            self.offload.writes.settle()
             self.record("backward_end", "")
             if not self.residency.keeps:
                 self.residency.reshard_all()
@@ -247,10 +249,11 @@ class Engine:
 
         Raises:
             ValueError: the optimizer is not element-wise.
+            TierError: its state is to rest in a tier, which has no room.
         """
         if id(optimizer) not in self._optimizers:
             check_elementwise(optimizer)
-            swap = make_swap(self.config, self.comm.device)
+            swap = self.offload.swap
             self._optimizers[id(optimizer)] = ShardedOptimizer(optimizer, self.homes, self.config.tile_size, swap)
         return self._optimizers[id(optimizer)]
 
@@ -393,5 +396,5 @@ class Engine:
             optimizer.let_go()
 
     def memory(self) -> dict[str, int]:
-        """Live bytes on this rank by kind; ``buffers`` are free ones that the pool keeps for reuse."""
-        return state.memory(self.units, self._optimizers.values(), self.pool)
+        """Live bytes on this rank by kind; ``buffers``: free ones, kept for reuse; ``offload_...``: in tiers."""
+        return {**state.memory(self.units, self._optimizers.values(), self.pool), **self.offload.nbytes()}

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 if TYPE_CHECKING:
-    from lightning_zero.engine.unit import Flat
+    from lightning_zero.engine.flat import Flat
 
 aten = torch.ops.aten
 _ACCUMULATE = (aten.add_.Tensor, aten.add.Tensor)

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.unit import Flat, Unit
+from lightning_zero.engine.flat import Flat
+from lightning_zero.engine.unit import Unit
 
 
 class Owner(Protocol):

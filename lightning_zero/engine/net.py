@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_zero.engine.flat import Flat
 from lightning_zero.engine.modes import unseen
-from lightning_zero.engine.unit import Flat, Unit
+from lightning_zero.engine.unit import Unit
 
 
 class _Kept(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm import Communicator
-from lightning_zero.engine.unit import Flat
+from lightning_zero.engine.flat import Flat
 
 Findings = dict[str, set[int]]
 """Parameters, and the ranks on which their gradient was not finite (none: not known)."""
@@ -44,8 +44,9 @@ class Watch:
         unread, self._unread = self._unread, []
         if unread and not torch.isfinite(torch.stack([total.double() for _, total in unread])).all():
             for flat, _ in unread:
-                if flat.reduced is not None and not flat.owns_all:
-                    self._note(flat, flat.reduced, set())
+                if flat.is_reduced and not flat.owns_all:
+                    with flat.mean_gradient(writes=False) as reduced:
+                        self._note(flat, reduced, set())
         return bool(self.found)
 
     def _note(self, flat: Flat, part: Tensor, ranks: set[int]) -> None:

@@ -60,24 +60,28 @@ def total_norm(
 
 
 @torch.no_grad()
-def scale_(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> Tensor:
-    """Multiply by ``max_norm / (norm + 1e-6)``, at most 1, in place; returns the norm that is left."""
+def scale_(tensors: Iterable[Tensor], norm: Tensor, max_norm: float) -> Tensor:
+    """Multiply by ``max_norm / (norm + 1e-6)``, at most 1, in place; returns the norm that is left.
+
+    A factor of 1 touches nothing: ``tensors`` are not asked for.
+    """
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for tensor in tensors:
-        tensor.mul_(factor.to(tensor.device))
+    if factor != 1:
+        for tensor in tensors:
+            tensor.mul_(factor.to(tensor.device))
     return norm * factor
 
 
 @torch.no_grad()
-def unscale_(tensors: Iterable[Tensor], inverse: float) -> bool:
-    """Multiply by ``inverse`` in place; returns whether an element is infinite or NaN."""
-    groups: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        if tensor.numel():
-            groups[tensor.device, tensor.dtype].append(tensor)
-    found = False
-    for (device, _), group in groups.items():
-        flag = torch.zeros(1, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(group, flag, torch.full((1,), inverse, device=device))
-        found |= bool(flag.item())
-    return found
+def unscale_(batches: Iterable[Sequence[Tensor]], inverse: float) -> bool:
+    """Multiply by ``inverse`` in place, batch by batch; returns whether an element is infinite or NaN."""
+    flags: dict[torch.device, Tensor] = {}
+    for batch in batches:
+        groups: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for tensor in batch:
+            if tensor.numel():
+                groups[tensor.device, tensor.dtype].append(tensor)
+        for (device, _), group in groups.items():
+            flag = flags.setdefault(device, torch.zeros(1, device=device))
+            torch._amp_foreach_non_finite_check_and_unscale_(group, flag, torch.full((1,), inverse, device=device))
+    return any(bool(flag.item()) for flag in flags.values())

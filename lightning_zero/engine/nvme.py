@@ -13,11 +13,12 @@ import shutil
 import tempfile
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from queue import Queue
-from typing import IO
+from queue import SimpleQueue
+from typing import IO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from lightning_zero.engine.tiers import Tier, TierArray, TierError, Transfer
 PAGE = 4096
 """Bytes: what direct I/O wants offsets, lengths and addresses to be multiples of."""
 
-_Jobs = Queue[Callable[[memoryview], None] | None]
+_Jobs = SimpleQueue[Callable[[memoryview], None] | None]
 
 
 class _Blocks(Transfer):
@@ -49,6 +50,10 @@ class _Blocks(Transfer):
             if not self._left:
                 self._over.set()
 
+    def over_and_done(self) -> None:
+        """Return when no block is under way any more, whatever has become of them."""
+        self._over.wait()
+
     @property
     def over(self) -> bool:
         """Whether :meth:`wait` would return at once."""
@@ -56,7 +61,7 @@ class _Blocks(Transfer):
 
     def wait(self) -> None:
         """Return when all blocks are through."""
-        self._over.wait()
+        self.over_and_done()
         if self._error is not None:
             raise self._error
 
@@ -92,7 +97,14 @@ class _FileArray(TierArray):
                 transfer.wait()
             elif not transfer.over:
                 still.append((a, b, transfer))
-        self._stores = still
+        self._stores[:] = still
+
+
+class _Place(NamedTuple):
+    """Where an array of the file was, and what may still be on its way there."""
+
+    offset: int
+    stores: list[tuple[int, int, _Blocks]]
 
 
 class NvmeTier(Tier):
@@ -101,14 +113,13 @@ class NvmeTier(Tier):
     Args:
         path: a directory, on a disk of this host; it is made if it does not exist.
         block_size: bytes of one request; a multiple of 4096.
-        queue_depth: requests that may wait for a thread before who makes them waits, too.
-        threads: requests that are under way at a time.
+        requests: how many are under way at a time; each has a thread.
 
     Raises:
         TierError: the directory cannot be made or written to.
     """
 
-    def __init__(self, path: str | os.PathLike[str], block_size: int, queue_depth: int, threads: int) -> None:
+    def __init__(self, path: str | os.PathLike[str], block_size: int, requests: int) -> None:
         super().__init__()
         self.path = os.fspath(path)
         self.block_size = block_size
@@ -125,35 +136,58 @@ class NvmeTier(Tier):
         with suppress(OSError, AttributeError):  # a file system without direct I/O, or not Linux
             fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_DIRECT)
             self.direct = True
-        self._size = 0
-        self._jobs: _Jobs = Queue(queue_depth)
+        self._size = self._reserved = 0
+        self._free: defaultdict[int, list[_Place]] = defaultdict(list)  # of arrays that have gone, by their bytes
+        self._jobs: _Jobs = SimpleQueue()
         running = [
             threading.Thread(target=_serve, args=(self._jobs, block_size), name=f"zero-nvme-{n}", daemon=True)
-            for n in range(threads)
+            for n in range(requests)
         ]
         for thread in running:
             thread.start()
         # the threads do not know the tier, so that it ends, and the file with it, when nobody needs it any more
         self._end = weakref.finalize(self, _shut, self._jobs, running, self._file)
 
-    def empty(self, numel: int, dtype: torch.dtype, what: str) -> TierArray:
-        """A new array, not initialised; its place on the disk is reserved."""
-        nbytes = max(-(-numel * dtype.itemsize // PAGE) * PAGE, PAGE)
+    def reserve(self, nbytes: int, what: str) -> None:
+        """Have the file system set so many bytes aside.
+
+        Raises:
+            TierError: the disk is full.
+        """
+        self._grow(self.nbytes() + nbytes, what)
+
+    def _grow(self, size: int, what: str) -> None:
+        missing = size - self._reserved
+        if missing <= 0:
+            return
         try:
-            os.posix_fallocate(self._fd, self._size, nbytes)
+            os.posix_fallocate(self._fd, self._reserved, missing)
         except OSError as error:
             free = shutil.disk_usage(self.path).free
             raise TierError(
-                f"nvme_path={self.path!r} has no room for {what}: this rank has {self._size:,} bytes there and needs"
-                f" {nbytes:,} more, {free:,} are free ({error.strerror}). Free some, or give another nvme_path."
+                f"nvme_path={self.path!r} has no room for {what}: this rank has {self._reserved:,} bytes there and"
+                f" needs {missing:,} more, {free:,} are free ({error.strerror}). Free some, or give another nvme_path."
             ) from error
-        array = _FileArray(self, numel, dtype, what, self._size)
-        self._size += nbytes
+        self._reserved = size
+
+    def empty(self, numel: int, dtype: torch.dtype, what: str) -> TierArray:
+        """A new array, not initialised; its place on the disk is reserved."""
+        nbytes = max(-(-numel * dtype.itemsize // PAGE) * PAGE, PAGE)
+        free = self._free[nbytes]
+        if not free:
+            self._grow(self._size + nbytes, what)
+            free.append(_Place(self._size, []))
+            self._size += nbytes
+        offset, stores = free.pop()
+        for _, _, transfer in stores:
+            transfer.over_and_done()
+        array = _FileArray(self, numel, dtype, what, offset)
+        weakref.finalize(array, free.append, _Place(offset, array._stores)).atexit = False
         return array
 
     def nbytes(self) -> int:
         """Bytes that its arrays take, on the disk."""
-        return self._size
+        return self._size - sum(nbytes * len(places) for nbytes, places in self._free.items())
 
     def close(self) -> None:
         """End the threads and give the disk space back."""

@@ -5,8 +5,8 @@ is replaced by this rank's part of the master weights, cut into tiles, and ``opt
 """
 
 import warnings
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,20 +15,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lightning_zero.engine.elementwise import SCALARS, is_stock
-from lightning_zero.engine.gradient import ShardedGrad
+from lightning_zero.engine.elementwise import SCALARS, is_stock, state_bytes
+from lightning_zero.engine.flat import Flat
+from lightning_zero.engine.gradients import Gradients, Homes
 from lightning_zero.engine.layout import Slot
-from lightning_zero.engine.swapped import FlatState, Piece, Swap, WindowBuffers, Windows
-from lightning_zero.engine.unit import Flat
-
-Homes = Mapping[int, tuple[Flat, int]]
-"""By the id of a parameter, its flat buffer and its index there."""
+from lightning_zero.engine.swapped import FlatState, Piece, Swap, WindowBuffers, Windows, state_tier
+from lightning_zero.engine.tiers import Tier
 
 State = dict[str, Any]
 
 
-Grads = dict[int, Tensor]
-"""By the id of a parameter, this rank's part of its gradient, if it has one."""
+Grads = dict[int, Tensor | None]
+"""By the id of a parameter that has a gradient, this rank's part of it; None where it rests in a tier."""
 
 
 class _Tiles(NamedTuple):
@@ -47,7 +45,7 @@ class ShardedOptimizer:
     A 0-dim entry (``step``) is the same in all tiles of a parameter.
     """
 
-    def __init__(self, optimizer: Optimizer, homes: Homes, tile_size: int, swap: Swap | None = None) -> None:
+    def __init__(self, optimizer: Optimizer, homes: Homes, tile_size: int, swap: Swap) -> None:
         self.optimizer = optimizer
         self.homes = homes
         self.tile_size = tile_size
@@ -56,6 +54,7 @@ class ShardedOptimizer:
         self._swap = swap
         self._swapped: dict[Flat, FlatState] = {}
         self._buffers: list[WindowBuffers] = []
+        self._reserve()
         self.adopt_state()
         self._warning = optimizer.register_state_dict_pre_hook(_warn_of_empty_state)
 
@@ -92,31 +91,9 @@ class ShardedOptimizer:
         cuts = [start, *range(start - start % size + size, stop, size), stop]
         return list(zip(cuts, cuts[1:], strict=False))
 
-    def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """This rank's parts of the gradients: of sharded ones, and of those that every rank has whole."""
-        shared: list[Tensor] = []
-        private = [
-            param.grad.detach()
-            for group in self.optimizer.param_groups
-            for param in group["params"]
-            if self.homes.get(id(param)) is None and param.grad is not None
-        ]
-        for _, flat, _, own in self.own_gradients():
-            (private if flat.owns_all else shared).append(own)
-        return shared, private
-
-    def own_gradients(self) -> Iterator[tuple[nn.Parameter, Flat, int, Tensor]]:
-        """The engine's parameters that have a gradient, each with its place and this rank's part of the gradient."""
-        parts: dict[Flat, Sequence[Tensor]] = {}
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                if param.grad is None or (home := self.homes.get(id(param))) is None:
-                    continue
-                flat, index = home
-                settle_gradient(flat, index, param)
-                if flat not in parts and flat.reduced is not None:
-                    parts[flat] = flat.own_parts(flat.reduced)
-                yield param, flat, index, parts[flat][index]
+    def gradients(self) -> Gradients:
+        """The gradients that the optimizer would step with."""
+        return Gradients(self.optimizer, self.homes)
 
     @torch.no_grad()
     def step(self, **options: Any) -> dict[int, list[int]]:
@@ -131,9 +108,11 @@ class ShardedOptimizer:
         self.adopt_state()
         changed: defaultdict[int, list[int]] = defaultdict(list)
         grads: Grads = {}
-        for param, flat, index, own in self.own_gradients():
-            grads[id(param)] = own
-            changed[id(flat)].append(index)
+        for flat, indices in self.gradients().places.items():
+            parts = None if flat.reduced is None else flat.own_parts(flat.reduced)
+            for index in indices:
+                grads[id(flat.params[index])] = None if parts is None else parts[index]
+            changed[id(flat)] += indices
         with self._on_shards(grads):
             self.optimizer.step(**options)
         return changed
@@ -151,7 +130,7 @@ class ShardedOptimizer:
                 yield
             else:
                 windows = self._windows(groups, grads)
-                swapped = windows.all_at_once(self.state) if windows is not None else []
+                swapped = windows.all_at_once(self.state)
                 for number, group in enumerate(groups):
                     cut = [
                         (param, tile)
@@ -162,8 +141,7 @@ class ShardedOptimizer:
                     group["params"] = [tile for _, tile in cut] + [tile for where, tile in swapped if where == number]
                     tiles += cut
                 yield
-                if windows is not None:
-                    windows.end(self.state)
+                windows.end(self.state)
         finally:
             _drop_grads(tile for param, tile in tiles if tile is not param)
             optimizer.param_groups, optimizer.state = groups, state
@@ -173,17 +151,34 @@ class ShardedOptimizer:
     def swapped(self, param: nn.Parameter) -> tuple[FlatState, int] | None:
         """Where a parameter's state rests, if it is in a tier, and the parameter's index there."""
         home = self.homes.get(id(param))
-        if self._swap is None or home is None:
+        if home is None or (tier := state_tier(home[0])) is None:
             return None
         flat, index = home
         if flat not in self._swapped:
-            self._swapped[flat] = FlatState(flat, self._swap.tier)
+            self._swapped[flat] = FlatState(flat, tier)
         return self._swapped[flat], index
 
-    def _windows(self, groups: Sequence[dict[str, Any]], grads: Grads) -> Windows | None:
-        """What of the parameters with gradients rests in the tier."""
-        if self._swap is None:
-            return None
+    def _reserve(self) -> None:
+        """Make room in tiers for the state of all parameters.
+
+        Raises:
+            TierError: there is none.
+        """
+        widths: Counter[tuple[Tier, Flat]] = Counter()
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if (place := self.swapped(param)) is not None:
+                    flat = place[0].flat
+                    width = state_bytes(self.optimizer, group, flat.dtypes.master)
+                    widths[place[0].tier, flat] = max(width, widths[place[0].tier, flat])
+        needs: Counter[Tier] = Counter()
+        for (tier, flat), width in widths.items():
+            needs[tier] += width * (flat.high - flat.low)
+        for tier, nbytes in needs.items():
+            tier.reserve(nbytes, f"the state of {type(self.optimizer).__name__}")
+
+    def _windows(self, groups: Sequence[dict[str, Any]], grads: Grads) -> Windows:
+        """What of the parameters with gradients rests in tiers."""
         pieces: list[tuple[FlatState, Piece]] = []
         for number, group in enumerate(groups):
             for param in group["params"]:
@@ -307,7 +302,7 @@ class _TileGroups:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         yield from self._resident()
         windows = self.sharded._windows(self.groups, self.grads)
-        for tiles in windows.one_by_one(self.sharded.state) if windows is not None else ():
+        for tiles in windows.one_by_one(self.sharded.state):
             for number, group in enumerate(self.groups):
                 batch = [tile for where, tile in tiles if where == number]
                 if batch:
@@ -339,24 +334,6 @@ class _TileGroups:
 def _drop_grads(tiles: Iterable[Tensor]) -> None:
     for tile in tiles:
         tile.grad = None
-
-
-def settle_gradient(flat: Flat, index: int, param: nn.Parameter) -> None:
-    """What the user has written to a gradient, or put in its place, goes into the shard.
-
-    Raises:
-        RuntimeError: it is not reduced yet.
-    """
-    grad, mark = param.grad, flat.marks[index]
-    if grad is not mark and not isinstance(grad, ShardedGrad):
-        flat.adopt_gradient(index)
-    if index in flat.noted:
-        mark.flush()
-    if flat.reduced is None or flat.in_local[index]:
-        raise RuntimeError(
-            f"The gradient of {flat.names[index]!r} is not reduced yet: the accumulation window has not ended. "
-            "Step after a backward outside block_backward_sync (no_sync)."
-        )
 
 
 def _join(values: list[Any], tiles: list[Tensor]) -> Any:

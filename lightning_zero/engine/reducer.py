@@ -11,13 +11,14 @@ from torch import Tensor
 from lightning_zero.engine.buffer import Pool
 from lightning_zero.engine.collector import SMALL, Collector
 from lightning_zero.engine.comm import Communicator, mean_
+from lightning_zero.engine.flat import Flat
 from lightning_zero.engine.guard import Place
 from lightning_zero.engine.lanes import Handle
 from lightning_zero.engine.life import GradState
 from lightning_zero.engine.modes import unseen
 from lightning_zero.engine.nonfinite import Watch
 from lightning_zero.engine.order import ReductionOrder
-from lightning_zero.engine.unit import Flat, Unit
+from lightning_zero.engine.unit import Unit
 
 Record = Callable[..., None]
 
@@ -279,13 +280,15 @@ class Reducer:
         """Add what has arrived to the gradient of this rank's shard."""
         flat, local, size = part.flat, part.local, part.flat.layout.shard_numel
         parts = self.comm.parts(local, part.receive, flat.layout.shards())
-        if flat.reduced is not None and flat.reduced.numel() == size:
-            self.watch.look(flat, mean_(flat.reduced, parts, add=True), parts)
+        if flat.is_reduced and flat.high - flat.low == size:
+            with flat.mean_gradient(writes=True) as reduced:
+                self.watch.look(flat, mean_(reduced, parts, add=True), parts)
             self.pool.free(local)
         else:
             mean = self.pool.empty(size, flat.dtypes.sum)
             self.watch.look(flat, mean_(mean, parts, add=False), parts)
             self._keep(part, self._widen(flat, mean))
+            flat.rest_gradient()
         self.pool.free(part.receive)
 
     def _keep(self, part: _InFlight, mean: Tensor) -> None:

@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from lightning_zero.engine.flat import Flat
 from lightning_zero.engine.guard import guard, unguard
 from lightning_zero.engine.life import ParamState
 from lightning_zero.engine.trace import Pass, Trace
-from lightning_zero.engine.unit import Flat, Unit
+from lightning_zero.engine.unit import Unit
 
 Record = Callable[..., None]
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_zero.engine.flat import Flat
 from lightning_zero.engine.guard import Place
 from lightning_zero.engine.residency import in_backward
-from lightning_zero.engine.unit import Flat
 
 Arrived = Callable[[Place, Tensor], None]
 

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.buffer import Pool
 from lightning_zero.engine.comm import Communicator
+from lightning_zero.engine.flat import Flat
 from lightning_zero.engine.guard import unguard
 from lightning_zero.engine.optim import ShardedOptimizer, State
-from lightning_zero.engine.unit import Flat, Unit
+from lightning_zero.engine.unit import Unit
 
 
 @torch.no_grad()
@@ -123,7 +124,7 @@ def _whole_state(
 
 
 def memory(units: Sequence[Unit], optimizers: Iterable[ShardedOptimizer], pool: Pool) -> dict[str, int]:
-    """Live bytes by kind, what rests in tiers excepted."""
+    """Live bytes on the device by kind."""
     flats = [flat for unit in units for flat in unit.flats]
     return {
         "parameters": sum(flat.buffer.nbytes for flat in flats if flat.buffer.allocated),

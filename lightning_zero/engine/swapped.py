@@ -11,26 +11,34 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_zero.engine.flat import Flat
 from lightning_zero.engine.nvme import aligned_empty
 from lightning_zero.engine.tiers import Tier, TierArray, Transfer
-from lightning_zero.engine.unit import Flat
 
 State = dict[str, Any]
 Group = dict[str, Any]
 
 
 class Swap(NamedTuple):
-    """Where optimizer state rests and how it is brought in.
+    """How optimizer state is brought in.
 
     Attributes:
-        tier: its place.
         window: elements that are read, stepped and written at a time; a multiple of 1024.
         windows: how many are in memory, three or more: one is read, one stepped, one written.
     """
 
-    tier: Tier
     window: int
     windows: int
+
+
+def state_tier(flat: Flat) -> Tier | None:
+    """Where the optimizer's state of a flat rests; None: on the device.
+
+    Where the weights that it steps on rest elsewhere, it is in host memory at least: there the step runs.
+    """
+    if flat.rests.optimizer is None and flat.master is not None:
+        return flat.rests.host
+    return flat.rests.optimizer
 
 
 class _Rests:
@@ -40,18 +48,20 @@ class _Rests:
 RESTS = _Rests()
 
 
-_MASTER = ""
-"""The name of master weights among the entries."""
+_MASTER, _GRADIENT = "", " gradient"
+"""The names of master weights and gradients among the entries."""
 
 
 class Piece(NamedTuple):
-    """A part of a parameter, elements ``start`` to ``stop`` of its flat's shard, with its gradient there."""
+    """A part of a parameter, elements ``start`` to ``stop`` of its flat's shard, with its gradient there; None: the
+    gradient rests in a tier.
+    """
 
     group: int
     param: int
     start: int
     stop: int
-    grad: Tensor
+    grad: Tensor | None
 
 
 class FlatState:
@@ -137,6 +147,8 @@ class Window:
         self._fetches = [self._fetch(key, array) for key, array in state.arrays.items()]
         if state.flat.master is not None:
             self._fetches.append(self._fetch(_MASTER, state.flat.master))
+        if state.flat.rested is not None and state.flat.rested.holds:
+            self._fetches.append(self._fetch(_GRADIENT, state.flat.rested.array))
 
     def _part(self, key: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
         return self._buffers.buffer(key, dtype)[start - self.start : stop - self.start]
@@ -144,26 +156,33 @@ class Window:
     def _fetch(self, key: str, array: TierArray) -> Transfer:
         return array.fetch(self.start, self._part(key, array.dtype, self.start, self.stop))
 
-    def _masters(self) -> Tensor:
-        """The master weights of the window."""
+    def _bring_masters(self) -> Tensor:
+        """The master weights of the window, on the host."""
         flat = self.state.flat
-        if flat.master is None:
-            return flat.shard[self.start : self.stop]
-        return self._part(_MASTER, flat.dtypes.master, self.start, self.stop)
+        own = flat.shard[self.start : self.stop]
+        if flat.master is None and own.device.type == "cpu":
+            return own
+        host = self._part(_MASTER, flat.dtypes.master, self.start, self.stop)
+        return host if flat.master is not None else host.copy_(own)
 
     def open(self, states: dict[Tensor, State]) -> list[tuple[int, Tensor]]:
         """The pieces as tiles of master weights with gradients, each with its group; their state goes to ``states``."""
         for fetch in self._fetches:
             fetch.wait()
-        masters = self._masters()
+        self._masters = self._bring_masters()
         for piece in self.pieces:
-            tile = masters[piece.start - self.start : piece.stop - self.start]
-            tile.grad = piece.grad.to(tile.dtype)
+            tile = self._masters[piece.start - self.start : piece.stop - self.start]
+            tile.grad = self._gradient(piece).to(tile.device, tile.dtype)
             entries = self.state.entries.get(piece.param)
             if entries is not None:
                 states[tile] = {key: self._value(key, value, piece) for key, value in entries.items()}
             self._tiles.append(tile)
         return [(piece.group, tile) for piece, tile in zip(self.pieces, self._tiles, strict=True)]
+
+    def _gradient(self, piece: Piece) -> Tensor:
+        if piece.grad is not None:
+            return piece.grad
+        return self._part(_GRADIENT, self.state.flat.dtypes.sum, piece.start, piece.stop)
 
     def _value(self, key: str, value: Any, piece: Piece) -> Any:
         if value is RESTS:
@@ -179,8 +198,9 @@ class Window:
             entries = {key: self._keep(key, value, piece) for key, value in states.pop(tile, {}).items()}
             if entries:
                 stepped[self.state, piece.param] = entries
-        if self.state.flat.master is not None:
-            self._buffers.stores += self.state.flat.store_master(self.start, self._masters())
+        flat = self.state.flat
+        if flat.master is not None or flat.shard.device.type != "cpu":
+            self._buffers.stores += flat.store_master(self.start, self._masters)
         for key, array in self.state.arrays.items():
             self._buffers.stores.append(array.store(self.start, self._part(key, array.dtype, self.start, self.stop)))
 
@@ -252,6 +272,6 @@ def _cut(pieces: Iterable[tuple[FlatState, Piece]], size: int) -> Iterator[tuple
         for piece in sorted(own, key=lambda piece: piece.start):
             cuts = [piece.start, *range(piece.start - piece.start % size + size, piece.stop, size), piece.stop]
             for start, stop in zip(cuts, cuts[1:], strict=False):
-                grad = piece.grad[start - piece.start : stop - piece.start]
+                grad = None if piece.grad is None else piece.grad[start - piece.start : stop - piece.start]
                 windows.setdefault(start // size, []).append(piece._replace(start=start, stop=stop, grad=grad))
         yield from ((state, window) for window in windows.values())

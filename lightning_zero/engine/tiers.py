@@ -7,9 +7,12 @@ whether or not that store has been waited for.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+
+from lightning_zero.engine.host_memory import free_memory
 
 Hook = Callable[["TierArray", int, Tensor], Any]
 """Called with an array, the first element of a range, and the tensor that it is read into or was written from."""
@@ -95,9 +98,21 @@ class Tier(ABC):
             TierError: there is no room for it.
         """
 
+    def reserve(self, nbytes: int, what: str) -> None:
+        """Make room for arrays of so many bytes in all, before any of them is made.
+
+        Args:
+            nbytes: beside what is in it.
+            what: what they will hold, for messages.
+
+        Raises:
+            TierError: there is no room.
+        """
+        return None
+
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes that its arrays take."""
+        """Bytes that its arrays take; an array that nobody holds any more takes none."""
 
     def close(self) -> None:
         """Give everything back; arrays cannot be used any more."""
@@ -119,19 +134,37 @@ class _HostArray(TierArray):
 
 
 class HostTier(Tier):
-    """Host memory; pinned, if ``pin`` is set, for quicker copies to and from a GPU."""
+    """Host memory.
 
-    def __init__(self, pin: bool = False) -> None:
+    Args:
+        pin: whether it is pinned, for quicker copies to and from a GPU.
+        ranks: how many of this host will ask for as much.
+    """
+
+    def __init__(self, pin: bool = False, ranks: int = 1) -> None:
         super().__init__()
-        self.pin = pin
-        self._nbytes = 0
+        self.pin, self.ranks = pin, ranks
+        self._arrays: WeakSet[_HostArray] = WeakSet()
+
+    def reserve(self, nbytes: int, what: str) -> None:
+        """See whether the host has so much memory for every rank.
+
+        Raises:
+            TierError: it has not.
+        """
+        free = free_memory()
+        if free is not None and nbytes * self.ranks > free:
+            raise TierError(
+                f"Host memory has no room for {what}: {self.ranks} ranks of this host need {nbytes:,} bytes each,"
+                f" {free:,} are free. Offload to 'nvme', or use more hosts."
+            )
 
     def empty(self, numel: int, dtype: torch.dtype, what: str) -> TierArray:
         """A new array, not initialised."""
         array = _HostArray(self, numel, dtype, what, self.pin)
-        self._nbytes += array.nbytes
+        self._arrays.add(array)
         return array
 
     def nbytes(self) -> int:
         """Bytes that its arrays take."""
-        return self._nbytes
+        return sum(array.nbytes for array in self._arrays)

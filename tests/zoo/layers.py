@@ -1,5 +1,7 @@
 """Models by what layers they have: ordinary ones, tied and frozen ones, odd sizes, buffers, recurrence, attention."""
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -87,6 +89,20 @@ class Frozen(Blocks):
         super().__init__()
         self.blocks[1].requires_grad_(False)
         self.blocks[0].lin.bias.requires_grad_(False)
+
+
+class OddSizes(Model):
+    """Weights of 1, 511, 513 and a prime number of elements, biases of less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (DIM, 7, 73, 27, 19, 1, 1, 997, DIM)
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
 
 
 class Scalars(Blocks):
