@@ -320,6 +320,29 @@ def test_what_trains_later_and_validation_before_the_first_step(rank, world_size
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@distributed(world_size=2)
+def test_a_16_bit_base_that_trains_later_gets_its_masters(rank, world_size, stage, disk, tmp_path):
+    """Masters of frozen 16-bit weights have 16 bits until then, wherever they rest."""
+
+    def run(**settings):
+        model = Unfreezing()
+        model.head.bfloat16()
+        model.head.register_forward_pre_hook(lambda head, args: tuple(x.to(head.weight.dtype) for x in args))
+        fit = trainer(rank, world_size, tmp_path, zero(stage, **settings), max_epochs=2)
+        fit.fit(model, loader())
+        return model.state_dict()
+
+    want = run()
+    assert not torch.equal(want["head.weight"], Unfreezing().head.weight.bfloat16())
+    for settings in ({"offload_optimizer": disk}, everywhere(stage, disk)):
+        got = run(**settings)
+        assert all(torch.equal(got[name], want[name]) for name in want)
+    if stage == 3:
+        got = run(offload_params=disk)
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
 def test_a_tier_that_is_none_is_refused():
     with pytest.raises(TypeError, match="has made dict, which is no lightning_zero.Tier"):
         make_tier(OffloadConfig(device=dict), torch.device("cpu"))

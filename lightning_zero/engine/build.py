@@ -49,7 +49,8 @@ def build_units(
     row = stage_row(config.stage, config.reduce_at)  # type: ignore[arg-type]
     specs = make_units(module, config)
     groups = [_groups(spec, config, compute_dtype) for spec in specs]
-    tiers = offload.rests([sum(p.numel() for p in spec.params.values()) for spec in specs])
+    shards_params = [row.shard_parameters and not spec.persistent for spec in specs]
+    tiers = offload.rests([sum(p.numel() for p in spec.params.values()) for spec in specs], shards_params)
     offload.reserve(_shards(groups, tiers, comm.world_size))
     units: dict[int, Unit] = {}
     turns: Iterable[int] = range(len(specs))
@@ -57,7 +58,7 @@ def build_units(
         turns = Materializer(module, specs, config.max_unit_bytes).units()
     for index in turns:
         spec = specs[index]
-        sharded = row.shard_parameters and not spec.persistent
+        sharded = shards_params[index]
         flats = []
         for name, dtypes, trained, params in groups[index]:
             where = not sharded, not row.shard_optimizer, tiers[index]

@@ -101,12 +101,12 @@ def state_bytes(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype)
     """Bytes of state that the optimizer will keep for each element of a parameter of ``dtype`` on the host."""
     param = torch.zeros(64, dtype=dtype, device="cpu")
     state = _run(optimizer, group, [param], [[param]])[param]
-    return sum(value.dtype.itemsize for value in state.values() if is_per_element(value, param))
+    return sum(value.dtype.itemsize for value in state.values() if is_per_element(value, param.numel()))
 
 
-def is_per_element(value: Any, param: Tensor) -> bool:
-    """Whether an entry of a 1-D parameter's state has a number for each of its elements."""
-    return isinstance(value, Tensor) and value.shape == param.shape
+def is_per_element(value: Any, numel: int) -> bool:
+    """Whether an entry of a state has a number for each element of a 1-D parameter."""
+    return isinstance(value, Tensor) and value.shape == (numel,)
 
 
 def _run(

@@ -67,7 +67,7 @@ class Flat:
         self._own_sizes = [size for stop, (a, b) in zip(stops, self._own, strict=False) for size in (a - stop, b - a)]
         self._own_sizes.append(self.high - self.low - stops[-1])
         self.comm, self.pool = comm, pool
-        self.rests = rests if not whole else rests._replace(params=None)
+        self.rests = rests
         self.rested: RestedGradient | None = None
         if rests.optimizer is not None:
             place = self.high - self.low, dtypes.sum, f"gradients of {name}"
@@ -132,8 +132,10 @@ class Flat:
     def unfreeze(self) -> None:
         """A frozen parameter is trained from now on: masters get the precision that this takes."""
         if self.dtypes != self._trained:
+            values = self.read_master(0, self.high - self.low)
             self.dtypes = self._trained
-            self.shard = self._keep_master(self.shard.to(self.dtypes.master))
+            self.master = self.rest = None
+            self.shard = self._keep_master(values.to(self.dtypes.master))
 
     @property
     def escaped(self) -> bool:

@@ -137,6 +137,7 @@ class NvmeTier(Tier):
             fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_DIRECT)
             self.direct = True
         self._size = self._reserved = 0
+        self._promised = 0  # bytes that were reserved, and are not taken yet
         self._free: defaultdict[int, list[_Place]] = defaultdict(list)  # of arrays that have gone, by their bytes
         self._jobs: _Jobs = SimpleQueue()
         running = [
@@ -154,7 +155,8 @@ class NvmeTier(Tier):
         Raises:
             TierError: the disk is full.
         """
-        self._grow(self.nbytes() + nbytes, what)
+        self._grow(self.nbytes() + self._promised + nbytes, what)
+        self._promised += nbytes
 
     def _grow(self, size: int, what: str) -> None:
         missing = size - self._reserved
@@ -173,6 +175,7 @@ class NvmeTier(Tier):
     def empty(self, numel: int, dtype: torch.dtype, what: str) -> TierArray:
         """A new array, not initialised; its place on the disk is reserved."""
         nbytes = max(-(-numel * dtype.itemsize // PAGE) * PAGE, PAGE)
+        self._promised = max(0, self._promised - nbytes)
         free = self._free[nbytes]
         if not free:
             self._grow(self._size + nbytes, what)

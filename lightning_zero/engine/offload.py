@@ -36,17 +36,18 @@ class Offload:
         self._ratio = config.offload_optimizer.ratio
         self.writes = Writes(pool)
 
-    def rests(self, sizes: Sequence[int]) -> list[Rests]:
+    def rests(self, sizes: Sequence[int], sharded: Sequence[bool]) -> list[Rests]:
         """The tiers of units with so many elements each: ``ratio`` of all elements rest in the optimizer's, evenly
-        spread over the module.
+        spread over the module; units whose parameters are ``sharded`` rest in the parameters'.
         """
         found = []
         seen = inside = 0
-        for size in sizes:
+        for size, shards in zip(sizes, sharded, strict=True):
             seen += size
             takes = self._ratio > 0 and inside + size / 2 <= self._ratio * seen
             inside += size * takes
-            found.append(Rests(self.optimizer if takes else None, self.params, self.host, self.writes))
+            tiers = self.optimizer if takes else None, self.params if shards else None
+            found.append(Rests(*tiers, self.host, self.writes))
         return found
 
     def reserve(self, shards: Iterable[tuple[Rests, int, Dtypes, bool]]) -> None:
@@ -61,9 +62,9 @@ class Offload:
         needs: Counter[Tier] = Counter()
         for rests, numel, dtypes, trained in shards:
             rounds = dtypes.compute != dtypes.master
-            if rests.optimizer is not None and trained:
-                needs[rests.optimizer] += numel * (dtypes.sum.itemsize + rounds * dtypes.master.itemsize)
-            if rests.params is not None:
+            if rests.optimizer is not None:
+                needs[rests.optimizer] += numel * (trained * dtypes.sum.itemsize + rounds * dtypes.master.itemsize)
+            if rests.params is not None and (rests.optimizer is not None or not rounds):
                 needs[rests.params] += numel * dtypes.compute.itemsize
         for tier, nbytes in needs.items():
             tier.reserve(nbytes, "parameters, master weights and gradients")

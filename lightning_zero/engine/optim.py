@@ -164,16 +164,16 @@ class ShardedOptimizer:
         Raises:
             TierError: there is none.
         """
-        widths: Counter[tuple[Tier, Flat]] = Counter()
+        widths: dict[FlatState, int] = {}
         for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                if (place := self.swapped(param)) is not None:
-                    flat = place[0].flat
-                    width = state_bytes(self.optimizer, group, flat.dtypes.master)
-                    widths[place[0].tier, flat] = max(width, widths[place[0].tier, flat])
+            states = {place[0] for param in group["params"] if (place := self.swapped(param)) is not None}
+            dtypes = {state.flat.dtypes.master for state in states}
+            of_group = {dtype: state_bytes(self.optimizer, group, dtype) for dtype in dtypes}
+            for state in states:
+                widths[state] = max(widths.get(state, 0), of_group[state.flat.dtypes.master])
         needs: Counter[Tier] = Counter()
-        for (tier, flat), width in widths.items():
-            needs[tier] += width * (flat.high - flat.low)
+        for state, width in widths.items():
+            needs[state.tier] += width * (state.flat.high - state.flat.low)
         for tier, nbytes in needs.items():
             tier.reserve(nbytes, f"the state of {type(self.optimizer).__name__}")
 

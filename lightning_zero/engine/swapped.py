@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_zero.engine.elementwise import is_per_element
 from lightning_zero.engine.flat import Flat
 from lightning_zero.engine.nvme import aligned_empty
 from lightning_zero.engine.tiers import Tier, TierArray, Transfer
@@ -104,7 +105,7 @@ class FlatState:
         start, stop = self.flat.own_range(index)
         kept: State = {}
         for key, value in entries.items():
-            rests = isinstance(value, Tensor) and value.shape == (stop - start,)
+            rests = is_per_element(value, stop - start)
             if rests:
                 self.array(key, value.dtype).store(start, value.cpu()).wait()
             kept[key] = RESTS if rests else value
@@ -205,7 +206,7 @@ class Window:
             self._buffers.stores.append(array.store(self.start, self._part(key, array.dtype, self.start, self.stop)))
 
     def _keep(self, key: str, value: Any, piece: Piece) -> Any:
-        if not isinstance(value, Tensor) or value.shape != (piece.stop - piece.start,):
+        if not is_per_element(value, piece.stop - piece.start):
             return value
         array = self.state.array(key, value.dtype)
         part = self._part(key, array.dtype, piece.start, piece.stop)

@@ -144,6 +144,7 @@ class HostTier(Tier):
     def __init__(self, pin: bool = False, ranks: int = 1) -> None:
         super().__init__()
         self.pin, self.ranks = pin, ranks
+        self._promised = 0  # bytes that were reserved, and are not taken yet
         self._arrays: WeakSet[_HostArray] = WeakSet()
 
     def reserve(self, nbytes: int, what: str) -> None:
@@ -152,16 +153,18 @@ class HostTier(Tier):
         Raises:
             TierError: it has not.
         """
-        free = free_memory()
-        if free is not None and nbytes * self.ranks > free:
+        free, needed = free_memory(), self._promised + nbytes
+        if free is not None and needed * self.ranks > free:
             raise TierError(
-                f"Host memory has no room for {what}: {self.ranks} ranks of this host need {nbytes:,} bytes each,"
+                f"Host memory has no room for {what}: {self.ranks} ranks of this host need {needed:,} bytes each,"
                 f" {free:,} are free. Offload to 'nvme', or use more hosts."
             )
+        self._promised = needed
 
     def empty(self, numel: int, dtype: torch.dtype, what: str) -> TierArray:
         """A new array, not initialised."""
         array = _HostArray(self, numel, dtype, what, self.pin)
+        self._promised = max(0, self._promised - array.nbytes)
         self._arrays.add(array)
         return array
 
