@@ -1,17 +1,14 @@
 """Steps of the loops, and ranks that have different numbers of batches for them.
 
 In evaluation the ranks that have no more batches serve the others (see ``engine.uneven``). In training they cannot: a
-step needs gradients of all ranks. There it is an error on all of them, in the last step that they share. In the same
-message ranks learn that one of them has got SIGTERM, or SLURM's signal to save.
+step needs gradients of all ranks. There it is an error on all of them (see ``batches``).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from lightning_zero.engine import Communicator
+from lightning_zero.batches import EvaluationBatches, TrainingBatches, may_differ
 from lightning_zero.requeue import Requeue
 from lightning_zero.saving import CheckpointMethods
 from lightning_zero.sigterm import Sigterm
@@ -30,11 +27,12 @@ class StepMethods(CheckpointMethods):
     _requeue: Requeue | None = None
     """Of the fit in progress."""
     _uneven = False
-    """Whether this rank is in an evaluation with other numbers of batches on other ranks, which some have not ended."""
+    """Whether this rank is in an evaluation in which ranks may have different numbers of batches."""
 
     def _begin_steps(self, trainer: "Trainer") -> None:
         """A run begins."""
-        self._uneven = trainer.state.fn == "predict"  # Lightning does not fill its loaders up
+        # Lightning neither fills up the loaders of predict nor enters the loop of a rank without batches
+        self._uneven = trainer.state.fn == "predict"
         self._sigterm = Sigterm(trainer)
         self._batches = self._requeue = None
         if trainer.state.fn == "fit":
@@ -77,19 +75,12 @@ class StepMethods(CheckpointMethods):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Around an evaluation step; after the last one of this rank it serves those that have more."""
+        """Around an evaluation step."""
         engine = self._running
         with engine.uneven.step() if self._uneven else nullcontext(), engine.forward():
             yield
         if self._sigterm is not None:
             self._sigterm.end_predict()
-        if getattr(self._evaluation_loop.batch_progress, "is_last_batch", False):
-            self._stay_for_others()
-
-    @property
-    def _evaluation_loop(self) -> Any:
-        trainer = self._module.trainer
-        return trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
 
     def on_validation_start(self) -> None:
         """The loop begins; ranks may have different numbers of batches."""
@@ -101,78 +92,22 @@ class StepMethods(CheckpointMethods):
         super().on_test_start()
         self._compare_batches()
 
-    def _compare_batches(self) -> None:
-        engine = self._running
-        self._uneven = engine.uneven.needed and may_differ(engine.comm, self._evaluation_loop.max_batches)
-
-    def on_validation_end(self) -> None:
-        """The loop is over."""
-        super().on_validation_end()
-        self._stay_for_others()
-
-    def on_test_end(self) -> None:
-        """The loop is over."""
-        super().on_test_end()
-        self._stay_for_others()
-
-    def on_predict_end(self) -> None:
-        """The loop is over."""
-        super().on_predict_end()
-        self._stay_for_others()
+    def on_predict_start(self) -> None:
+        """The loop begins; ranks may have different numbers of batches."""
+        super().on_predict_start()
+        if self._uneven:
+            loop: Any = self._module.trainer.predict_loop
+            loop._data_fetcher = EvaluationBatches(loop._data_fetcher, self._stay_for_others, 1)
 
     def _stay_for_others(self) -> None:
-        """Serve the ranks that have more batches, once, before any hook in which ranks may wait for one another."""
+        """Serve the ranks that predict still, once."""
         if self._uneven:
             self._uneven = False
             self._running.uneven.finish()
 
-
-class TrainingBatches:
-    """Notices that a rank has run out of training batches before the others, or has got a signal."""
-
-    def __init__(self, trainer: "Trainer", comm: Communicator, sigterm: Sigterm, requeue: Requeue) -> None:
-        self._trainer, self._comm, self._sigterm, self._requeue = trainer, comm, sigterm, requeue
-        self._epoch = -1
-        self._watched = False
-
-    def begin_epoch(self) -> None:
-        """Compare the numbers of batches, once an epoch. Collective."""
-        if self._epoch != self._trainer.current_epoch:
-            self._epoch = self._trainer.current_epoch
-            self._watched = may_differ(self._comm, [self._trainer.fit_loop.max_batches])
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around the forward of one batch: the ranks tell each other, meanwhile, for whom it is the last one.
-
-        Raises:
-            RuntimeError: it is for some of them only.
-        """
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        own = [self._watched and progress.is_last_batch, self._sigterm.received, self._requeue.received]
-        news = torch.zeros(self._comm.world_size, len(own), dtype=torch.uint8, device="cpu")
-        news[self._comm.rank] = torch.tensor(own)
-        handle = self._comm.all_reduce(news.view(-1), "max", "training batch")
-        yield
-        handle.wait()
-        ends, terminated, saving = ([rank for rank, bit in enumerate(bits) if bit] for bits in news.t().tolist())
-        if terminated:
-            self._sigterm.end_training(terminated)
-        self._requeue.due |= bool(saving)
-        if ends and len(ends) < self._comm.world_size and not self._stops_anyway():
-            raise RuntimeError(
-                f"Rank {', '.join(map(str, ends))} has no training batches after batch {progress.current.ready}, and "
-                "other ranks have more. Give all ranks the same number: DistributedSampler, "
-                f"Trainer(limit_train_batches={progress.current.ready}), or a data set cut to the shortest."
-            )
-
-    def _stops_anyway(self) -> bool:
-        """Whether the step that this batch belongs to is the last one of the run."""
-        limit = self._trainer.max_steps
-        return limit != -1 and self._trainer.global_step + 1 >= limit
-
-
-def may_differ(comm: Communicator, counts: Sequence[float]) -> bool:
-    """Whether numbers of batches differ between ranks, or are not known before the end. Collective."""
-    everywhere = comm.collect(list(counts))
-    return any(other != everywhere[0] or float("inf") in other for other in everywhere)
+    def _compare_batches(self) -> None:
+        engine = self._running
+        loop: Any = self._module.trainer._evaluation_loop
+        self._uneven = engine.uneven.needed and may_differ(engine.comm, loop.max_batches, loop._data_fetcher)
+        if self._uneven:
+            loop._data_fetcher = EvaluationBatches(loop._data_fetcher, engine.uneven.finish, len(loop.max_batches))

@@ -52,7 +52,7 @@ def batches(kind, rank, counts=(4, 6, 5)):
 
 
 class Both(Net):
-    def validation_step(self, batch, batch_idx):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         self.log("loss", F.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
 
 
@@ -70,10 +70,30 @@ def test_one_training_batch_more_is_an_error_everywhere(rank, world_size, stage,
     assert time.monotonic() - begin < 10
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("limit", [5, 6, 9])
+@distributed(world_size=[2, 3])
+def test_a_limit_does_not_hide_it(rank, world_size, limit, stage, tmp_path):
+    """Lightning looks no batch ahead under a limit: data without a length end where it counts on more."""
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="Rank 0 has no training batches after batch 4, and other ranks have more"):
+        run = uneven(rank, world_size, tmp_path, zero(stage), limit_train_batches=limit)
+        run.fit(Net(), batches(Endless, rank))
+    assert time.monotonic() - begin < 10
+
+
+@pytest.mark.parametrize("kind", [Sized, Endless])
 @pytest.mark.parametrize("limit", [{"max_steps": 4}, {"limit_train_batches": 4}, {"max_steps": 3}])
 @distributed(world_size=2)
-def test_a_run_that_ends_before_is_none(rank, world_size, limit, tmp_path):
-    uneven(rank, world_size, tmp_path, zero(3), **limit).fit(Net(), batches(Sized, rank))
+def test_a_run_that_ends_before_is_none(rank, world_size, limit, kind, tmp_path):
+    uneven(rank, world_size, tmp_path, zero(3), **limit).fit(Net(), batches(kind, rank))
+
+
+@distributed(world_size=2)
+def test_data_shorter_than_a_limit_on_all_ranks(rank, world_size, tmp_path):
+    run = uneven(rank, world_size, tmp_path, zero(3), limit_train_batches=9, max_epochs=2)
+    run.fit(Net(), batches(Endless, 0))
+    assert run.global_step == 8 and run.current_epoch == 2
 
 
 @pytest.mark.parametrize("kind", [Sized, Endless])
@@ -92,6 +112,25 @@ def test_evaluation_with_other_numbers_of_batches(rank, world_size, stage, kind,
         return [*found, run.callback_metrics["loss"].item()]
 
     assert losses(f"zero{stage}") == losses("ddp")
+
+
+@pytest.mark.parametrize("kind", [Sized, Endless])
+@pytest.mark.parametrize("limit", [4, 5, 9, 1.0])
+@distributed(world_size=[2, 3])
+def test_evaluation_of_several_loaders_and_under_a_limit(rank, world_size, limit, kind, tmp_path):
+    def losses(strategy):
+        limits = {f"limit_{name}_batches": limit for name in ("val", "test", "predict")}
+        run = uneven(rank, world_size, tmp_path, strategy, num_sanity_val_steps=int(limit), **limits)
+        model = Both()
+        found = [
+            run.validate(model, [batches(kind, rank), batches(kind, -rank)], verbose=False),
+            run.test(model, batches(kind, rank), verbose=False),
+            torch.cat([batch[0] for batch in run.predict(model, batches(kind, rank))]).tolist(),
+        ]
+        run.fit(model, batches(Sized, 0), batches(kind, rank))
+        return [*found, run.callback_metrics["loss"].item()]
+
+    assert losses("zero3") == losses("ddp")
 
 
 class Alone(Callback):
