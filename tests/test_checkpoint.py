@@ -306,3 +306,21 @@ def test_memory_of_a_save(rank, world_size, stage, tmp_path):
     unit = 4 * (128 * 128 + 128)
     limit = os.path.getsize(tmp_path / "it.ckpt") + unit if rank == 0 else unit
     assert measured.peak <= limit, f"{measured.peak} bytes, allowed {limit}"
+
+
+class Plain(Net):
+    """A ``state_dict`` of its own, without torch's arguments."""
+
+    def state_dict(self):
+        return {name: value for name, value in nn.Module.state_dict(self).items() if "weight" in name}
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_state_dict_without_arguments(rank, world_size, stage, tmp_path):
+    end = AtTheEnd()
+    model = Plain()
+    trainer(rank, world_size, tmp_path, zero(stage), callbacks=[end]).fit(model, loader())
+    assert rank or (
+        end.state and all(torch.equal(value, model.state_dict()[name]) for name, value in end.state.items())
+    )

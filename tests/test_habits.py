@@ -5,8 +5,10 @@ The oracle is a plain loop: the same module and data on every rank, so that the 
 
 import copy
 import gc
+import pickle
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from harness import distributed
@@ -251,6 +253,97 @@ def test_data_of_another_shape_is_refused(rank, world_size):
         with pytest.raises(RuntimeError, match="head.weight"):
             engine.step(torch.optim.SGD(model.parameters(), lr=0.1))
         engine.release(whole=False)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_exchanged_for_a_while(rank, world_size, dtype):
+    """An average that stands in through ``p.data`` during a validation, in which a checkpoint is saved."""
+    with communicator() as comm:
+        for stage in (0, 1, 2):
+
+            def trained(exchanged, stage=stage):
+                model = Net()
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                engine = engine_of(model, comm, stage, lambda p: dtype)
+                for step in range(3):
+                    run(engine, batch(step).to(dtype))
+                    engine.step(optimizer)
+                    if exchanged:
+                        kept = [p.data for p in model.parameters()]
+                        for p in model.parameters():
+                            p.data = torch.full_like(p.data, 3.0)
+                        saved = [value for _, value in engine.named_full_parameters()]
+                        assert rank or all((value == 3.0).all() for value in saved)
+                        assert (model.head.weight == 3.0).all()
+                        for p, before in zip(model.parameters(), kept, strict=True):
+                            p.data = before
+                engine.release(whole=True)
+                return values(model)
+
+            assert all(torch.equal(*both) for both in zip(trained(True), trained(False), strict=True)), stage
+
+
+def tie(a, b):
+    a.data = b.data
+
+
+def exchange(a, b):
+    a.data, b.data = b.data, a.data
+
+
+def transpose(a, b):
+    a.data = a.data.t()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("units", [{}, {"min_unit_bytes": 0, "max_unit_bytes": 64}])
+@pytest.mark.parametrize("change", [tie, exchange, transpose])
+def test_memory_of_another_parameter_is_refused(rank, world_size, change, units):
+    with communicator() as comm:
+        for stage in (0, 1, 2):
+            model = Net()
+            engine = Engine(model, ZeroConfig(stage=stage, **units), comm)
+            run(engine, batch())
+            change(model.blocks[0].lin.weight, model.blocks[1].lin.weight)
+            with pytest.raises(RuntimeError, match="blocks.0.*was given the memory of another parameter"):
+                list(engine.named_full_parameters())
+            with pytest.raises(RuntimeError, match="blocks.0.*was given the memory of another parameter"):
+                engine.step(torch.optim.SGD(model.parameters(), lr=0.1))
+            engine.release(whole=False)
+
+
+READS = {
+    "numpy": lambda grad: torch.from_numpy(grad.detach().cpu().numpy()),
+    "force": lambda grad: torch.from_numpy(grad.numpy(force=True)),
+    "array": lambda grad: torch.from_numpy(np.asarray(grad)),
+    "tolist": lambda grad: torch.tensor(grad.tolist()),
+    "dlpack": torch.from_dlpack,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda grad: pickle.loads(pickle.dumps(grad)),
+}
+
+
+@distributed(world_size=2)
+def test_gradients_read_past_torch(rank, world_size):
+    with communicator() as comm:
+        for stage in STAGES:
+            model = Net()
+            engine = engine_of(model, comm, stage)
+            run(engine, batch())
+            for param in model.parameters():
+                whole = param.grad.clone()
+                for door, read in READS.items():
+                    found = read(param.grad)
+                    assert type(found) is torch.Tensor and torch.equal(found, whole), (stage, door)
+                if type(param.grad) is torch.Tensor:
+                    continue
+                for ask in (lambda g: g.data_ptr(), lambda g: g.storage(), lambda g: g.untyped_storage()):
+                    with pytest.raises(RuntimeError, match="spread over the ranks"):
+                        ask(param.grad)
+                unread = torch.from_dlpack(torch.utils.dlpack.to_dlpack(param.grad))  # in C++, asking nobody
+                assert unread.isnan().all()
+            engine.release(whole=True)
 
 
 @distributed(world_size=2)
@@ -652,3 +745,16 @@ def test_a_released_engine_is_freed(rank, world_size):
             del engine, model
             gc.collect()
             assert gone() is None, f"whole={whole}"
+
+
+@distributed(world_size=2)
+def test_warnings_of_what_cannot_be_as_under_ddp(rank, world_size):
+    with communicator() as comm:
+        model = nn.Sequential(nn.Embedding(4, WIDTH, max_norm=1.0), Net())
+        with pytest.warns(UserWarning, match="'0' has max_norm"):
+            engine = engine_of(model, comm, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.register_step_post_hook(lambda optimizer, args, kwargs: None)
+        with pytest.warns(UserWarning, match="SGD has step hooks"):
+            engine.sharded(optimizer)
+        engine.release(whole=True)

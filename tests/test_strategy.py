@@ -567,3 +567,33 @@ def test_finetuning_unfreezes_and_resumes(rank, world_size, stage, tmp_path):
     assert len(resumed.optimizers[0].param_groups) == 2
     for name, value in again.state_dict().items():
         torch.testing.assert_close(value, straight.state_dict()[name])
+
+
+class Tracked(Net):
+    """A buffer that each rank changes by itself, outside of the step, or in it through ``data``."""
+
+    def __init__(self, outside):
+        super().__init__()
+        self.outside = outside
+        self.register_buffer("seen", torch.zeros(()))
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.outside:
+            self.seen.copy_(batch[0].mean())
+
+    def training_step(self, batch, batch_idx):
+        out = self(batch[0])
+        loss = F.mse_loss(out, batch[1]) + self.seen.clone() * out.mean()
+        if not self.outside:
+            self.seen.data.lerp_(batch[0].mean(), 0.5)
+        return loss
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("outside", [True, False])
+def test_buffers_are_rank_0s_however_they_change(rank, world_size, outside, strategy, tmp_path):
+    models = [Tracked(outside), Tracked(outside)]
+    for model, name in zip(models, (strategy, "ddp"), strict=True):
+        fitted(rank, world_size, tmp_path, name, model=model)
+    assert all(torch.equal(*both) for both in zip(*(model.parameters() for model in models), strict=True))

@@ -25,8 +25,9 @@ def module_state(module: nn.Module, engine: Engine, rank: int) -> dict[str, Any]
 
     Tied names share one tensor; buffers and extra state are as the module gives them. Ranks other than 0 get ``{}``.
     """
-    # Variables are returned as they are, unread: a sharded parameter stands for itself until its value is put here.
-    state: dict[str, Any] = module.state_dict(keep_vars=True)
+    # a sharded parameter stands for itself, unread, until its value is put here
+    with _Undetached(engine):
+        state: dict[str, Any] = module.state_dict()
     wanted = {id(value) for value in state.values()}
     whole: dict[int, Tensor] = {}
     for param, value in engine.named_full_parameters(dst=0):
@@ -53,6 +54,21 @@ def load_module_state(module: nn.Module, engine: Engine, state: Mapping[str, Any
     with _CatchCopies(engine) as caught:
         module.load_state_dict(state, strict=strict)
     engine.load_parameters(caught.values)
+
+
+class _Undetached(TorchFunctionMode):
+    """``detach`` returns the engine's parameters themselves: ``keep_vars`` for a ``state_dict()`` of any signature."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.engine = engine
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.detach and isinstance(args[0], nn.Parameter) and self.engine.locate(args[0]) is not None:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 class _CatchCopies(TorchFunctionMode):

@@ -10,6 +10,7 @@ import mmap
 import os
 from collections import defaultdict
 from functools import cache
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -124,7 +125,16 @@ def _swap(a: UntypedStorage, b: UntypedStorage) -> None:
 class FlatBuffer:
     """One flat tensor that exists for ever; its memory is there between ``allocate`` and ``release`` only."""
 
+    _all: "WeakSet[FlatBuffer]" = WeakSet()
+
+    @classmethod
+    def owns(cls, tensor: Tensor) -> bool:
+        """Whether the tensor is a view of some flat buffer."""
+        storage = tensor.untyped_storage()._cdata
+        return any(buffer.storage._cdata == storage for buffer in cls._all)
+
     def __init__(self, numel: int, dtype: torch.dtype, pool: Pool) -> None:
+        self._all.add(self)
         self.pool = pool
         self.nbytes = numel * dtype.itemsize
         self.tensor = pool.empty(numel, dtype)

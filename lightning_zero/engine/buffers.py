@@ -1,6 +1,7 @@
 """The module's buffers: rank 0's, as under ``ddp``."""
 
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,32 +10,45 @@ from lightning_zero.engine.comm import Communicator
 
 
 class Buffers:
-    """Sends rank 0's buffers to all ranks: at the start, and before the first step after a training window in which any
-    rank changed one.
+    """Sends rank 0's buffers to all ranks: at the start, and before the first step after a training window in which, or
+    right before which, any rank changed one.
     """
 
     def __init__(self, module: nn.Module, comm: Communicator, enabled: bool) -> None:
         self.module, self.comm = module, comm
         self.enabled = enabled
-        self.changed = False
+        self.changed = True  # by hooks that run before the first step
+        self._between = False
         self._broadcast()
-        self._seen = self._versions()
+        self._seen = self._at_end = self._fingerprint()
 
     def changed_here(self) -> bool:
-        """Whether a buffer of this rank has changed since all ranks had rank 0's."""
-        return self._versions() != self._seen
+        """Whether a buffer of this rank has changed in this window, or between the last one and this."""
+        self._at_end = self._fingerprint()
+        return self._between or self._at_end != self._seen
 
     def share(self) -> None:
-        """Broadcast if the last window's end has found a change (``changed``, the same on all ranks)."""
-        if self.enabled and self.changed:
+        """Broadcast if the last window's end has found a change (``changed``, the same on all ranks).
+
+        A first change between two windows is shared one window late: of that, only its rank knows.
+        """
+        if not self.enabled:
+            return
+        self._between = self._fingerprint() != self._at_end
+        if self.changed:
             self.changed = False
             self._broadcast()
-            self._seen = self._versions()
+            self._seen = self._fingerprint()
 
-    def _versions(self) -> list[tuple[int, int]]:
+    @torch.no_grad()
+    def _fingerprint(self) -> list[Any]:
+        """What changes with a buffer; writes through ``buffer.data`` raise no version, but change a sum."""
         if not self.enabled:
             return []
-        return [(id(buffer), -1 if buffer.is_inference() else buffer._version) for buffer in self.module.buffers()]
+        buffers = list(self.module.buffers())
+        versions = [(id(buffer), -1 if buffer.is_inference() else buffer._version) for buffer in buffers]
+        sums = [buffer.sum(dtype=torch.float64) for buffer in buffers if buffer.is_floating_point()]
+        return [versions, torch.stack([total.to(self.comm.device) for total in sums]).tolist() if sums else []]
 
     @torch.no_grad()
     def _broadcast(self) -> None:

@@ -1,5 +1,6 @@
 """From a plain module to units: flat buffers that hold its parameters, each with its place in the engine."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -46,6 +47,13 @@ def build_units(
     for name, param in module.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(f"Parameter {name!r} has no shape yet: run the lazy module once first.")
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None:
+            warnings.warn(
+                f"{name!r} has max_norm: it changes rows of its weight in the forward, each rank those of its own "
+                "batch. Each shard keeps what the rank that owns it has seen (under ddp the ranks' weights part).",
+                stacklevel=2,
+            )
     row = stage_row(config.stage, config.reduce_at)  # type: ignore[arg-type]
     specs = make_units(module, config)
     groups = [_groups(spec, config, compute_dtype) for spec in specs]

@@ -346,10 +346,10 @@ class Engine:
 
         Collective, parameter by parameter.
         """
-        self._settle()
         for unit in self.units:
+            self.residency.arrive(unit)
             for flat in unit.flats:
-                yield from state.full_parameters(flat, dst)
+                yield from state.full_parameters(flat, dst, unit.state is ParamState.UNSHARDED)
 
     def load_parameters(self, values: Mapping[int, Tensor]) -> None:
         """Overwrite parameters: ``id(param)`` -> whole tensor, the same on all ranks."""

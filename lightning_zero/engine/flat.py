@@ -77,7 +77,7 @@ class Flat:
         self.buffer = FlatBuffer(self.layout.numel, dtypes.compute, pool)
         self.full = self.buffer.tensor
         self.shard = self._cut()
-        self.written = Written(self.params)
+        self.written = Written(self)
         self.local: Tensor | None = None
         self.summing = False
         self.reduced: Tensor | None = None
@@ -181,7 +181,7 @@ class Flat:
     @torch.no_grad()
     def keep_writes(self) -> None:
         """Take what the user wrote into whole parameters over into the shard."""
-        self.take_in()
+        self.written.take_in()
         own = self.full[self.low : self.high]
         if self.dtypes.compute != self.dtypes.master:
             # masters of values that did not change keep their precision
@@ -215,22 +215,6 @@ class Flat:
     def own_master(self, index: int) -> Tensor:
         """This rank's part of parameter ``index``'s master weights."""
         return self.read_master(*self._own[index])
-
-    @torch.no_grad()
-    def take_in(self) -> None:
-        """Parameters that the user has given another tensor as their ``data``: its values move into the flat buffer."""
-        for index, param in enumerate(self.params):
-            if param.untyped_storage()._cdata == self.buffer.storage._cdata:
-                continue
-            slot = self.layout.slots[index]
-            if param.shape != slot.shape:
-                raise RuntimeError(
-                    f"Parameter {self.names[index]!r} was given data of shape {tuple(param.shape)}, "
-                    f"but it is sharded with shape {tuple(slot.shape)}: change shapes before the run begins."
-                )
-            view = slot.view(self.slot(self.full, index))
-            view.copy_(param.data)
-            param.data = view
 
     def forget(self) -> None:
         """Let go of all memory; the layout stays, for the optimizer state that outlives it."""

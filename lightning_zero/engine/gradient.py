@@ -32,10 +32,16 @@ class ShardedGrad(Tensor):
 
     @staticmethod
     def __new__(cls, param: Tensor, flat: Flat, index: int) -> ShardedGrad:
-        """A stand-in of the parameter's shape, dtype and device, without memory."""
-        mark = torch.Tensor._make_wrapper_subclass(
-            cls, param.shape, param.stride(), dtype=param.dtype, device=param.device
-        )
+        """A stand-in of the parameter's shape, dtype and device, without memory (on CPU it reads as NaN)."""
+        nan = flat.pool.nan
+        if nan is None or not param.numel():
+            mark = torch.Tensor._make_wrapper_subclass(
+                cls, param.shape, param.stride(), dtype=param.dtype, device=param.device
+            )
+        else:
+            memory = torch.empty(0, dtype=param.dtype, device="cpu")
+            memory.set_(nan.storage(param.nbytes), 0, param.shape, param.stride())
+            mark = torch.Tensor._make_subclass(cls, memory)
         mark._flat, mark._index = flat, index
         mark._pending = mark._whole = None
         return mark
@@ -108,6 +114,47 @@ class ShardedGrad(Tensor):
                 mark._flat.zero_gradient(mark._index)
             return args[0] if func is aten.zero_.default else None
         return _on_whole(func, args, kwargs or {})
+
+    def data_ptr(self) -> int:
+        """Nobody reads a gradient past torch.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"The gradient of {self._name!r} is spread over the ranks: there is no memory with all of it. Take a copy, "
+            "`p.grad.clone()`, on all ranks."
+        )
+
+    def untyped_storage(self) -> Any:
+        """As :meth:`data_ptr`."""
+        return self.data_ptr()
+
+    storage = untyped_storage
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy of the whole gradient. Collective, as whatever reads it."""
+        return self.clone().numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        """As :meth:`numpy`."""
+        return self.clone().__array__(dtype)  # type: ignore[no-untyped-call]
+
+    def tolist(self) -> Any:
+        """The whole gradient as numbers. Collective."""
+        return self.clone().tolist()
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        """A copy of the whole gradient. Collective."""
+        return self.clone().__dlpack__(**kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        """A copy of the whole gradient. Collective."""
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as the whole gradient. Collective."""
+        return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @property
     def _name(self) -> str:

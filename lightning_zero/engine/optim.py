@@ -57,6 +57,12 @@ class ShardedOptimizer:
         self._reserve()
         self.adopt_state()
         self._warning = optimizer.register_state_dict_pre_hook(_warn_of_empty_state)
+        if _has_step_hooks(optimizer):
+            warnings.warn(
+                f"{type(optimizer).__name__} has step hooks: the parameters and gradients that they see are sharded. "
+                "Change them, or take norms of them, in on_before_optimizer_step or after the step.",
+                stacklevel=2,
+            )
 
     def adopt_state(self) -> None:
         """Take over whole state that the optimizer made in its constructor (Adagrad) or that the user has loaded."""
@@ -190,8 +196,7 @@ class ShardedOptimizer:
 
     def _may_tile(self) -> bool:
         """Whether copies of the groups may stand for the groups: nobody writes to them, nobody watches."""
-        hooks = self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks
-        return bool(self.tile_size) and is_stock(self.optimizer) and not hooks
+        return bool(self.tile_size) and is_stock(self.optimizer) and not _has_step_hooks(self.optimizer)
 
     def _with_grads(self, param: nn.Parameter, grads: Grads) -> list[Tensor]:
         """A parameter's tiles, each with its part of the gradient in the masters' dtype."""
@@ -281,6 +286,10 @@ class ShardedOptimizer:
         """Bytes of the state on this rank."""
         values = (value for entry in self.state.values() for value in entry.values())
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
+def _has_step_hooks(optimizer: Optimizer) -> bool:
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def _warn_of_empty_state(optimizer: Optimizer) -> None:

@@ -15,12 +15,19 @@ from lightning_zero.engine.unit import Unit
 
 
 @torch.no_grad()
-def full_parameters(flat: Flat, dst: int) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-    """The whole masters of one flat, parameter by parameter; values on rank ``dst`` only."""
+def full_parameters(flat: Flat, dst: int, readable: bool) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+    """The whole masters of one flat, parameter by parameter; values on rank ``dst`` only.
+
+    Args:
+        flat: with the parameters.
+        dst: rank.
+        readable: whether whole parameters are there, and may have been written to.
+    """
+    own_values = flat.written.own_current if readable and (flat.written or flat.escaped) else flat.own_master
     for index, param in enumerate(flat.params):
         slot = flat.layout.slots[index]
         what = f"parameter {flat.names[index]}"
-        value = collect(flat, index, flat.own_master(index), flat.comm, dst, what)
+        value = collect(flat, index, own_values(index), flat.comm, dst, what)
         yield param, None if value is None else slot.view(value).to(flat.dtypes.user)
 
 
@@ -36,6 +43,8 @@ def collect(flat: Flat, index: int, own: Tensor, comm: Communicator, dst: int, w
 @torch.no_grad()
 def load(flat: Flat, values: Mapping[int, Tensor], readable: bool) -> None:
     """Overwrite the parameters that ``values`` has (by id), in the masters and, where it is there, in the whole."""
+    if readable:
+        flat.written.take_in()
     for index, param in enumerate(flat.params):
         value = values.get(id(param))
         if value is None:
@@ -51,7 +60,7 @@ def load(flat: Flat, values: Mapping[int, Tensor], readable: bool) -> None:
 @torch.no_grad()
 def take_over(flat: Flat, src: int) -> None:
     """Make rank ``src``'s whole values everybody's; masters of values that did not change keep their precision."""
-    flat.take_in()
+    flat.written.take_in()
     flat.comm.broadcast_(flat.full, src)
     flat.keep_writes()
 
