@@ -43,9 +43,9 @@ class GPT(LightningModule):
         self.bytes, self.positions = nn.Embedding(256, dim), nn.Embedding(sequence_length, dim)
         self.blocks = nn.ModuleList(Block(dim, num_heads) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 256, bias=False)
-        self.apply(self._init)
+        self.apply(self._init_weights)
 
-    def _init(self, module: nn.Module) -> None:
+    def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
 
@@ -57,15 +57,16 @@ class GPT(LightningModule):
         return self.head(self.norm(x))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self._loss(batch)
+        loss = self.loss(batch)
         self.log("train_loss", loss, prog_bar=True)
         self.log("train_loss_epoch", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True)
+        self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True)
 
-    def _loss(self, batch: Tensor) -> Tensor:
+    def loss(self, batch: Tensor) -> Tensor:
+        """Nats per byte, of the bytes of ``batch``, ``(batch, length + 1)``, after the first."""
         inputs, targets = batch[:, :-1].long(), batch[:, 1:].long()
         return F.cross_entropy(self(inputs).flatten(0, 1).float(), targets.flatten())
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,10 @@ TINY = [
 ]
 
 sys.path.insert(0, str(EXAMPLES))
+import bigger_than_memory  # noqa: E402
 import launch  # noqa: E402
 import report  # noqa: E402
+from one_batch import Run  # noqa: E402
 from text import language_reference, unigram_entropy  # noqa: E402
 
 
@@ -145,6 +148,60 @@ def test_the_failure_that_is_shown_is_the_cause_of_the_others(tmp_path):
     shown = launch._cause(ChildFailedError("job", failures), tmp_path)
     assert shown.startswith("Rank 2 failed") and shown.endswith("\nValueError: wrong")
     assert (tmp_path / "error.txt").read_text() == "all of ValueError: wrong"
+
+
+LIMIT = ["--memory", "650MB", "--width", "384", "--length", "32", "--steps", "2"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what is resident is not comparable elsewhere")
+def test_a_model_that_does_not_fit_is_trained_from_the_disk(tmp_path):
+    """16 bytes for each of its parameters are more than the limit, and with all that is imported it stays below."""
+    output, code = run("bigger_than_memory.py", *LIMIT, "--layers", "2", "--factor", "11", cwd=tmp_path)
+    assert code == 0, output
+    rows = {line[:16].strip(): line[16:].split() for line in output.splitlines()}
+    small, large = (1e6 * float(word) for word in rows["parameters"] if word != "M")
+    assert large >= 11 * small and 16 * large > 650e6, output
+    assert 0.3 < float(rows["peak memory"][2]) <= 0.65, output
+    assert float(rows["on disk"][2]) == pytest.approx(16 * large / 1e9, abs=0.02), output
+    assert float(rows["loss of step 2"][1]) < float(rows["loss of step 1"][1]), output
+    assert not [*tmp_path.iterdir()]
+
+
+def test_too_small_a_limit_is_said(tmp_path):
+    output, code = run("bigger_than_memory.py", *LIMIT, "--memory", "150MB", cwd=tmp_path)
+    assert code == 1
+    assert output.splitlines()[-1].startswith("A plain model of 1 layers does not fit"), output
+
+
+def measured(layers, peak=0, losses=(2.0, 1.0)):
+    """A training of layers with a million parameters."""
+    return Run(layers, layers * 10**6, 10**6, peak, 0, list(losses), [1.0, 1.0])
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 8, 9, 12])
+def test_the_largest_model_that_fits_is_found(most):
+    """The guess is 8. What is far too large is killed, what is a little too large says so."""
+    options, tried = Namespace(memory=100 + 7 * 16 * 10**6, layers=None), []
+
+    def train(layers):
+        tried.append(layers)
+        return None if layers > most + 1 else measured(layers, peak=100 if layers <= most else options.memory + 1)
+
+    assert bigger_than_memory.largest(train, options).layers == most
+    assert most + 1 in tried and len(tried) == len(set(tried)), tried
+
+
+@pytest.mark.parametrize(
+    ("large", "says"),
+    [
+        (measured(10, peak=200), "is above 0.00 GB"),
+        (measured(10, losses=(2.0, 2.0)), "did not fall: 2.0000 at first, 2.0000 at last"),
+        (measured(10, losses=(2.0, math.nan)), "did not fall"),
+    ],
+)
+def test_a_limit_that_was_passed_and_a_loss_that_did_not_fall_are_errors(large, says):
+    with pytest.raises(SystemExit, match=says):
+        bigger_than_memory.judge(measured(1), large, Namespace(memory=100))
 
 
 def test_entropy_of_a_text():

@@ -8,6 +8,7 @@ import ctypes
 import gc
 import itertools
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,10 @@ from test_optimizers import SignMomentum
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_zero.engine import offload
+
 DEPTH, SMALL, LARGE = 24, 32, 128
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 
 class MallocInfo(ctypes.Structure):
@@ -194,6 +198,38 @@ def test_steps_leave_nothing_behind(rank, world_size, stage):
     growth = [min(later - earlier for earlier, later in itertools.pairwise(values)) for values in (objects, nbytes)]
     # a step that leaves one small tensor behind leaves an object, or 300 bytes
     assert growth[0] < 50 and growth[1] < 50 * 200, f"objects {objects}, bytes {nbytes}"
+
+
+def resident():
+    """Bytes of this process' own memory that take a place in RAM, whether allocated or free."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+@needs_mallinfo
+@distributed(world_size=1)
+def test_windows_of_a_step_leave_no_holes(rank, world_size, tmp_path, monkeypatch):
+    """What an optimizer allocates for one window does not stay in memory, once it is free, beside that of the next."""
+    window, width, layers, entries = 2**18, 2**10, 32, 4
+    monkeypatch.setattr(offload, "WINDOW", window)
+    for option in (MMAP_THRESHOLD, TRIM_THRESHOLD):  # into the heap, as where much has been allocated and freed before
+        ctypes.CDLL(None).mallopt(option, 32 * 2**20)
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    model.config = {}
+    with communicator() as comm:
+        engine = build_engine(model, comm, stage=3, offload_optimizer=disk, offload_params=disk)
+        optimizer = adamw(model.named_parameters())
+        for _ in range(2):
+            with engine.forward():
+                loss = sum(layer.weight.sum() for layer in model)
+            with engine.backward():
+                loss.backward()
+            before = resident()
+            engine.step(optimizer)
+            grown = (resident() - before) / (4 * window)
+            assert grown <= 4 * entries, f"by {grown:.0f} times what one tensor of a window takes"
+        engine.release(whole=False)
 
 
 class PeakOfOperations(TorchDispatchMode):

@@ -6,7 +6,6 @@ import resource
 import shutil
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -232,11 +231,35 @@ def test_too_little_memory_is_an_error_before_training(rank, world_size, disk, t
         fitted(rank, world_size, tmp_path, strategy, Large())
 
 
-def test_a_container_s_limit_counts(tmp_path, monkeypatch):
-    (tmp_path / "memory.max").write_text("3000000\n")
-    (tmp_path / "memory.current").write_text("1000000\n")
-    monkeypatch.setattr(host_memory, "_CGROUP", Path(tmp_path))
-    assert host_memory.free_memory() == 2000000
+@pytest.mark.parametrize(
+    ("own", "group", "limit", "usage", "cache"),
+    [
+        ("0::/\n", "", "memory.max", "memory.current", "inactive_file"),  # a container
+        (
+            "0::/user/job/step\n",
+            "user/job",
+            "memory.max",
+            "memory.current",
+            "inactive_file",
+        ),  # the limit is further out
+        (
+            "4:cpu:/\n3:memory:/job\n",
+            "memory/job",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
+    ],
+)
+def test_the_limit_of_a_control_group_counts(own, group, limit, usage, cache, tmp_path, monkeypatch):
+    (tmp_path / "own").write_text(own)
+    (tmp_path / group).mkdir(parents=True, exist_ok=True)
+    (tmp_path / group / limit).write_text("3000000\n")
+    (tmp_path / group / usage).write_text("1000000\n")
+    (tmp_path / group / "memory.stat").write_text(f"anon 700000\n{cache} 300000\n")
+    monkeypatch.setattr(host_memory, "_MOUNT", tmp_path)
+    monkeypatch.setattr(host_memory, "_OWN", tmp_path / "own")
+    assert host_memory.free_memory() == 2300000
 
 
 @distributed(world_size=2)

@@ -13,6 +13,7 @@ from lightning_zero.engine.dtypes import Dtypes, dtypes_of
 from lightning_zero.engine.flat import Flat
 from lightning_zero.engine.grouping import UnitSpec, make_units
 from lightning_zero.engine.guard import Owner, Place, guard
+from lightning_zero.engine.host_memory import give_back
 from lightning_zero.engine.life import ParamState
 from lightning_zero.engine.materialize import Materializer, is_meta
 from lightning_zero.engine.offload import Offload
@@ -80,6 +81,7 @@ def build_units(
             unit.move(ParamState.SHARDED)
             for flat in flats:
                 flat.buffer.release()
+            give_back()  # what the module had held
     return [units[index] for index in range(len(specs))]
 
 

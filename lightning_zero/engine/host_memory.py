@@ -1,18 +1,38 @@
-"""How much memory the host has left."""
+"""How much memory the host has left, and the way to leave it more."""
 
+import ctypes
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
-_CGROUP = Path("/sys/fs/cgroup")
+_MOUNT = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
+
+
+class _Names(NamedTuple):
+    """What a version of control groups calls things."""
+
+    controller: str
+    folder: str
+    limit: str
+    usage: str
+    reclaimable: str
+
+
+_VERSIONS = (
+    _Names("", "", "memory.max", "memory.current", "inactive_file"),
+    _Names("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 def free_memory() -> int | None:
-    """Bytes of host memory that can be had without swapping, a container's limit included; None where the system does
-    not say.
+    """Bytes of host memory that can be had without swapping, within the limits of this process' control groups (a
+    container is one); None where the system does not say.
     """
-    found = [free for free in (_of_the_machine(), _of_the_cgroup()) if free is not None]
-    return min(found, default=None)
+    found = [_of_the_machine(), *(_of_a_group(group, names) for group, names in _groups())]
+    return min((free for free in found if free is not None), default=None)
 
 
 def _of_the_machine() -> int | None:
@@ -25,7 +45,32 @@ def _of_the_machine() -> int | None:
     return None
 
 
-def _of_the_cgroup() -> int | None:
+def _groups() -> Iterator[tuple[Path, _Names]]:
+    """The control groups that this process is in, and those that these are in: each may have a limit. In a container
+    the inner ones may not be there, for its own group is mounted as the outermost.
+    """
+    with suppress(OSError):
+        for line in _OWN.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            for names in _VERSIONS:
+                if names.controller in controllers.split(","):
+                    for group in (Path(path), *Path(path).parents):
+                        yield _MOUNT / names.folder / str(group).lstrip("/"), names
+
+
+def _of_a_group(group: Path, names: _Names) -> int | None:
     with suppress(OSError, ValueError):  # ValueError: "max"
-        return int((_CGROUP / "memory.max").read_text()) - int((_CGROUP / "memory.current").read_text())
+        limit, usage = (int((group / name).read_text()) for name in (names.limit, names.usage))
+        # files that have been read count as used, and are dropped when memory is asked for
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return limit - usage + int(stat.get(names.reclaimable, 0))
     return None
+
+
+def give_back() -> None:
+    """Return what has been freed to the system. glibc by itself returns the end of its heap alone: where small objects
+    that stay come between large ones that do not, it keeps many times what is used.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_zero.engine.elementwise import is_per_element
 from lightning_zero.engine.flat import Flat
+from lightning_zero.engine.host_memory import give_back
 from lightning_zero.engine.nvme import aligned_empty
 from lightning_zero.engine.tiers import Tier, TierArray, Transfer
 
@@ -236,6 +237,8 @@ class Windows:
             window = coming.popleft()
             yield window.open(states)
             window.close(states, self._stepped)
+            if number % len(slots) == 0:
+                give_back()  # what the optimizer has freed lies between entries that are noted
         for slot in slots:
             slot.settle()
         self._commit()
