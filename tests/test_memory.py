@@ -170,14 +170,27 @@ def test_the_end_of_a_run_takes_no_second_copy(rank, world_size, autocast):
     assert slope <= 1.01 * allowed, f"{slope:.3f} bytes a parameter, allowed {allowed:.3f}"
 
 
+def resident():
+    """Bytes of this process' own memory that take a place in RAM, whether allocated or free."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
 @needs_mallinfo
 @distributed(world_size=2)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_steps_leave_nothing_behind(rank, world_size, stage):
+@pytest.mark.parametrize(
+    ("stage", "rests"),
+    [
+        *itertools.product([1, 2, 3], [(), ("offload_optimizer",)]),
+        (3, ("offload_optimizer", "offload_params")),
+    ],
+)
+def test_steps_leave_nothing_behind(rank, world_size, stage, rests, tmp_path):
     """Neither objects nor bytes: what grows, grows in all of four equal stretches (malloc's own caches in some)."""
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
     with communicator() as comm:
         model = zoo.make("DeepMlp")
-        engine = build_engine(model, comm, stage=stage)
+        engine = build_engine(model, comm, stage=stage, **dict.fromkeys(rests, disk))
         optimizer = adamw(model.named_parameters())
 
         def after(steps):
@@ -190,20 +203,15 @@ def test_steps_leave_nothing_behind(rank, world_size, stage):
                 optimizer.zero_grad()
             del loss
             gc.collect()
-            return len(gc.get_objects()), allocated()
+            return len(gc.get_objects()), allocated(), resident()
 
         looks = [after(20), *(after(50) for _ in range(4))]
         engine.release(whole=True)
-    (objects, nbytes) = zip(*looks, strict=True)
-    growth = [min(later - earlier for earlier, later in itertools.pairwise(values)) for values in (objects, nbytes)]
-    # a step that leaves one small tensor behind leaves an object, or 300 bytes
-    assert growth[0] < 50 and growth[1] < 50 * 200, f"objects {objects}, bytes {nbytes}"
-
-
-def resident():
-    """Bytes of this process' own memory that take a place in RAM, whether allocated or free."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+    objects, nbytes, pages = (
+        min(later - earlier for earlier, later in itertools.pairwise(values)) for values in zip(*looks, strict=True)
+    )
+    # a step that leaves one small tensor behind leaves an object, or 300 bytes; or memory of libraries: a page
+    assert objects < 50 and nbytes < 50 * 200 and pages < 50 * 4096, looks
 
 
 @needs_mallinfo
