@@ -46,12 +46,12 @@ def run_rank(cfg: DictConfig) -> None:
 
     train(cfg)
     if started_by_torchrun() and os.environ["RANK"] == "0":
-        report(cfg, {chosen(): load(Path(cfg.output))})
+        report(cfg, {chosen(cfg): load(Path(cfg.output))})
 
 
 def run_job(cfg: DictConfig) -> None:
     """Start the ranks; then resume, measure other strategies and report, as the configuration asks."""
-    folder, choice = Path(cfg.output), chosen()
+    folder, choice = Path(cfg.output), chosen(cfg)
     print(f"Plan: {'; '.join(plan(cfg))}.\nFolder: {folder}", flush=True)
     run_ranks(__file__, cfg, folder)
     runs = {choice: load(folder)}
@@ -65,16 +65,16 @@ def run_job(cfg: DictConfig) -> None:
     report(cfg, runs)
 
 
-def chosen() -> str:
-    """The choice of the group ``zero``."""
-    return str(HydraConfig.get().runtime.choices["zero"])
+def chosen(cfg: DictConfig) -> str:
+    """What trains: the stage, whichever way it was set, or the choice of the group ``zero`` that has none."""
+    return f"stage{cfg.zero.stage}" if "stage" in cfg.zero else str(HydraConfig.get().runtime.choices["zero"])
 
 
 def plan(cfg: DictConfig) -> list[str]:
     """What the job is going to do."""
     epochs, steps = cfg.trainer.max_epochs, cfg.trainer.max_steps
     length = f"at most {steps} steps" if steps > 0 else f"{epochs} epochs"
-    parts = [f"train with {chosen()} for {length}"]
+    parts = [f"train with {chosen(cfg)} for {length}"]
     if cfg.check_resume and steps < 0 and epochs > 1:
         parts.append("train the last epoch again from its checkpoint and compare")
     return parts + [f"measure a few steps of {', '.join(cfg.compare)}"] * bool(cfg.compare)
@@ -86,7 +86,7 @@ def measure(cfg: DictConfig, name: str, folder: Path) -> dict[str, Any]:
     steps = cfg.measured_steps + SPARE_STEPS
     short = {"max_epochs": -1, "max_steps": steps, "limit_val_batches": 0, "enable_checkpointing": False}
     changes = {"trainer": {**cfg.trainer, **short}, "resume": None, "sample_bytes": 0}
-    if name != chosen():
+    if name != chosen(cfg):
         changes["zero"] = hydra.compose("config", [f"zero={name}"]).zero
     run_ranks(__file__, cfg, folder / name, **changes)
     return load(folder / name)

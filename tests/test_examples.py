@@ -83,11 +83,12 @@ def test_training_resumes_to_the_bit_and_reports_its_costs(tmp_path):
 
 @pytest.mark.full
 def test_every_job_of_a_sweep_ends_in_a_folder_of_its_own(tmp_path):
-    arguments = ["-m", "zero=stage1,stage3", "trainer.max_steps=4", "check_resume=false", *TINY]
+    arguments = ["-m", "zero.stage=1,3", "trainer.max_steps=4", "check_resume=false", *TINY]
     output, code = run("train_gpt.py", *arguments, f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path)
     assert code == 0, output
-    for folder in ("0-stage1", "1-stage3"):
-        assert (tmp_path / "sweep" / folder / "costs.json").exists()
+    for job, stage in (("0", "stage1"), ("1", "stage3")):
+        assert (tmp_path / "sweep" / job / "costs.json").exists()
+        assert f"train with {stage}" in output and f"{stage} made 4 steps" in output, output
     assert output.count("made 4 steps; 6 are needed") == 2 and "A sample" not in output, output
     assert not processes_about(tmp_path)
 
