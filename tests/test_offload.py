@@ -9,7 +9,7 @@ import zoo
 from harness import distributed
 from lightning.pytorch.callbacks import ModelCheckpoint
 from oracles import assert_same, assert_same_state, build_engine, communicator, train_engine
-from test_optimizers import SignMomentum
+from test_optimizers import Collecting, Counting, SignMomentum, Stepwise
 from test_precision import precision
 from test_strategy import Net, fitted, loader, trainer, zero
 
@@ -97,6 +97,20 @@ def test_groups_in_any_order(rank, world_size, stage, buffers, disk):
     assert all(torch.equal(got[name], want[name]) for name in want)
     for index, entries in (want_state or {"state": {}})["state"].items():
         assert all(torch.equal(got_state["state"][index][key], value) for key, value in entries.items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", [Collecting, Counting, SignMomentum, Stepwise])
+@distributed(world_size=2)
+def test_optimizers_of_ones_own(rank, world_size, kind, stage, disk, small_windows):
+    def make_optimizer(named):
+        return kind([p for _, p in named])
+
+    with communicator() as comm:
+        options = {"stage": stage, "accumulate": 2, "steps": 4, "optimizer": make_optimizer}
+        want = train_engine(partial(zoo.make, "Gpt"), comm, **options)
+        for places in (everywhere(stage, disk), {"offload_optimizer": InMemory}):
+            assert_same(train_engine(partial(zoo.make, "Gpt"), comm, **options, **places), want, "elsewhere")
 
 
 class Two(Net):

@@ -26,6 +26,7 @@ from torch import optim
 from torch.optim import Optimizer, lr_scheduler
 
 from lightning_zero.engine import check_elementwise
+from lightning_zero.engine.elementwise import takes_one_by_one
 
 
 class SignMomentum(Optimizer):
@@ -58,6 +59,37 @@ class Counting(Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     p.sub_(p.grad, alpha=group["lr"] / group["k"])
+
+
+class Collecting(Optimizer):
+    """Element-wise, but looks at all groups before it changes anything."""
+
+    def __init__(self, params, lr=0.1, beta=0.9):
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        found = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for p, group in found:
+            mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+            mean.lerp_(p.grad, 1 - group["beta"])
+            p.sub_(mean, alpha=group["lr"])
+
+
+class Stepwise(SignMomentum):
+    """Counts its steps by itself."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / self.count)
 
 
 class NormScaled(Optimizer):
@@ -95,6 +127,8 @@ OPTIMIZERS = {
     "asgd": partial(optim.ASGD, lr=0.01, t0=2),
     "custom": SignMomentum,
     "custom_group_state": Counting,
+    "custom_all_together": Collecting,
+    "custom_count": Stepwise,
 }
 
 
@@ -212,6 +246,24 @@ def test_hooks_see_one_step_and_the_users_parameters(rank, world_size):
             assert optimizer.param_groups is groups
             assert all(mine is theirs for mine, theirs in zip(groups[0]["params"], params, strict=True))
             engine.release(whole=True)
+
+
+def test_what_may_step_part_by_part():
+    """Not who writes to groups or comes back to earlier parameters; nothing happens to the user's."""
+    for kind, may in (
+        (SignMomentum, True),
+        (Stepwise, True),
+        (Counting, False),
+        (Collecting, False),
+        (optim.Adam, True),
+    ):
+        param = torch.nn.Parameter(torch.ones(3))
+        param.grad = torch.ones(3)
+        optimizer = kind([param])
+        before = dict(optimizer.param_groups[0])
+        assert takes_one_by_one(optimizer) is may, kind
+        assert not optimizer.state and optimizer.param_groups[0] == before
+        assert torch.equal(param, torch.ones(3)) and torch.equal(param.grad, torch.ones(3))
 
 
 def drop_by_optimizer(model, optimizer):

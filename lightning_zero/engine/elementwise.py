@@ -5,7 +5,7 @@ orthogonalisation, line searches) do not, and are refused.
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,12 +77,16 @@ def _without_gradients(optimizer: Optimizer) -> Iterator[None]:
             param.grad = grad
 
 
-def _try(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
+def _numbers(group: dict[str, Any]) -> tuple[Tensor, list[Tensor], int]:
+    """A matrix, gradients of three steps, and where to cut them: a norm or a mean of half of the rows is another one."""
     generator = torch.Generator("cpu").manual_seed(0)
     device = group["params"][0].device
     whole, *grads = (torch.randn(16, 64, generator=generator, device="cpu").to(device) for _ in range(4))
-    # half of the rows, so that a norm or a mean over the tensor shows
-    cut = 8 * 64
+    return whole, grads, 8 * 64
+
+
+def _try(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
+    whole, grads, cut = _numbers(group)
     before, flat = whole.clone(), whole.clone().reshape(-1)
     tiles = [flat[:cut], flat[cut:]]
     try:
@@ -95,6 +99,63 @@ def _try(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
     if not torch.equal(whole.reshape(-1), flat):
         return "a trial step gives other numbers on slices of a tensor than on the whole: it is not element-wise"
     return None
+
+
+def takes_one_by_one(optimizer: Optimizer) -> bool:
+    """Whether a step may be offered its groups in parts, each of which is gone when it asks for the next: nothing is
+    written to groups, no part is looked at again, and a step counts as one.
+
+    Unknown classes are tried, as in :func:`check_elementwise`.
+    """
+    if is_stock(optimizer):
+        return True
+    with _without_gradients(optimizer):
+        return all(_takes_one_by_one(optimizer, group) for group in optimizer.param_groups if group["params"])
+
+
+def _takes_one_by_one(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    whole, grads, cut = _numbers(group)
+    twin = _twin(optimizer, group)
+    parts = twin.param_groups = _PassingParts(group, torch.split(whole.clone().reshape(-1), cut), twin.state)
+    try:
+        for grad in grads:
+            parts.grads = torch.split(grad.reshape(-1), cut)
+            twin.step()
+    except Exception:  # whatever it misses in them
+        return False
+    _run(optimizer, group, [whole], [[grad] for grad in grads])
+    return not parts.written and torch.equal(whole.reshape(-1), torch.cat(parts.values))
+
+
+class _PassingParts:
+    """Groups with one part of a tensor each. Once the next is asked for, part, gradient and state are NaN."""
+
+    def __init__(self, group: dict[str, Any], values: Sequence[Tensor], state: Any) -> None:
+        self.values = list(values)
+        self.grads: Sequence[Tensor] = ()
+        self.written = False
+        self._group, self._state = group, state
+        self._kept: list[dict[str, Any]] = [{} for _ in values]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for number, grad in enumerate(self.grads):
+            part = self.values[number].clone()
+            part.grad = grad.clone()
+            if self._kept[number]:
+                self._state[part] = self._kept[number]
+            offered = {**self._group, "params": [part]}
+            yield offered
+            self.written |= any(offered.get(key) is not value for key, value in self._group.items() if key != "params")
+            entries = self._state.pop(part, {})
+            self._kept[number] = {key: _copied(value) for key, value in entries.items()}
+            self.values[number] = part.clone()
+            for tensor in (part, part.grad, *entries.values()):
+                if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                    tensor.fill_(torch.nan)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def state_bytes(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> int:
@@ -112,19 +173,25 @@ def is_per_element(value: Any, numel: int) -> bool:
 def _run(
     optimizer: Optimizer, group: dict[str, Any], params: list[Tensor], grads: list[list[Tensor]]
 ) -> Mapping[Tensor, dict[str, Any]]:
-    """Steps of a copy of the optimizer (its options, none of its state) on ``params``; returns the state."""
-    twin: Any = object.__new__(type(optimizer))
-    twin.__dict__.update({key: _shallow(value) for key, value in optimizer.__dict__.items() if key != "step"})
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        twin.__dict__[hooks] = OrderedDict()
-    twin.param_groups = [{**group, "params": params}]
-    twin.state = defaultdict(dict)
+    """Steps of a copy of the optimizer on ``params``; returns the state."""
+    twin = _twin(optimizer, {**group, "params": params})
     for step in grads:
         for param, grad in zip(params, step, strict=True):
             param.grad = grad.clone()
         twin.step()
     state: Mapping[Tensor, dict[str, Any]] = twin.state
     return state
+
+
+def _twin(optimizer: Optimizer, group: dict[str, Any]) -> Any:
+    """A copy of the optimizer: its options, none of its state, and one group."""
+    twin: Any = object.__new__(type(optimizer))
+    twin.__dict__.update({key: _shallow(value) for key, value in optimizer.__dict__.items() if key != "step"})
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        twin.__dict__[hooks] = OrderedDict()
+    twin.param_groups = [group]
+    twin.state = defaultdict(dict)
+    return twin
 
 
 def _shallow(value: Any) -> Any:

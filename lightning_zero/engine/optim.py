@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lightning_zero.engine.elementwise import SCALARS, is_stock, state_bytes
+from lightning_zero.engine.elementwise import SCALARS, state_bytes, takes_one_by_one
 from lightning_zero.engine.flat import Flat
 from lightning_zero.engine.gradients import Gradients, Homes
 from lightning_zero.engine.layout import Slot
@@ -54,6 +54,7 @@ class ShardedOptimizer:
         self._swap = swap
         self._swapped: dict[Flat, FlatState] = {}
         self._buffers: list[WindowBuffers] = []
+        self._one_by_one = bool(tile_size) and takes_one_by_one(optimizer)
         self._reserve()
         self.adopt_state()
         self._warning = optimizer.register_state_dict_pre_hook(_warn_of_empty_state)
@@ -196,7 +197,7 @@ class ShardedOptimizer:
 
     def _may_tile(self) -> bool:
         """Whether copies of the groups may stand for the groups: nobody writes to them, nobody watches."""
-        return bool(self.tile_size) and is_stock(self.optimizer) and not _has_step_hooks(self.optimizer)
+        return self._one_by_one and not _has_step_hooks(self.optimizer)
 
     def _with_grads(self, param: nn.Parameter, grads: Grads) -> list[Tensor]:
         """A parameter's tiles, each with its part of the gradient in the masters' dtype."""
