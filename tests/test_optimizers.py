@@ -250,13 +250,8 @@ def test_hooks_see_one_step_and_the_users_parameters(rank, world_size):
 
 def test_what_may_step_part_by_part():
     """Not who writes to groups or comes back to earlier parameters; nothing happens to the user's."""
-    for kind, may in (
-        (SignMomentum, True),
-        (Stepwise, True),
-        (Counting, False),
-        (Collecting, False),
-        (optim.Adam, True),
-    ):
+    kinds = {SignMomentum: True, Stepwise: True, optim.Adam: True, Counting: False, Collecting: False}
+    for kind, may in kinds.items():
         param = torch.nn.Parameter(torch.ones(3))
         param.grad = torch.ones(3)
         optimizer = kind([param])

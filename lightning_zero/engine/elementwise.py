@@ -78,7 +78,7 @@ def _without_gradients(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _numbers(group: dict[str, Any]) -> tuple[Tensor, list[Tensor], int]:
-    """A matrix, gradients of three steps, and where to cut them: a norm or a mean of half of the rows is another one."""
+    """A matrix, gradients of three steps, and where to cut them: a norm or a mean of half of the rows is another."""
     generator = torch.Generator("cpu").manual_seed(0)
     device = group["params"][0].device
     whole, *grads = (torch.randn(16, 64, generator=generator, device="cpu").to(device) for _ in range(4))
