@@ -2,9 +2,9 @@
 
     python benchmarks/disk.py NVME_PATH [--parameters 64e6] [--rounds 5]
 
-In every round, one after the other: a loop that only reads and writes as many bytes, in the same proportion and with as
+In every round, in any order: a loop that only reads and writes as many bytes, in the same proportion and with as
 many requests under way, past the page cache (``raw``); AdamW's step with its state in a tier in host memory and in one
-on the disk; and the same of an AdamW that computes eight times, which takes longer than the disk does. Printed are
+on the disk; and the same of an Adam that computes eight times, which takes longer than the disk does. Printed are
 medians, the rate of AdamW's step against the raw one, and how much of the transfers the slower optimizer's compute
 hides.
 """
@@ -13,12 +13,13 @@ import argparse
 import fcntl
 import mmap
 import os
+import random
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from itertools import chain, repeat
+from itertools import islice
 from statistics import median
 
 import torch
@@ -33,13 +34,23 @@ READ, WRITTEN = 16, 12
 WIDTH = 1024
 
 
-class Eightfold(torch.optim.AdamW):
-    """Computes eight steps for one."""
+class Eightfold(torch.optim.Optimizer):
+    """Adam that makes eight steps of one."""
 
-    def step(self, closure=None):
-        """Step; the last one counts."""
-        for _ in range(8):
-            super().step(closure)
+    def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Step."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                mean, square = (state.setdefault(key, torch.zeros_like(p)) for key in ("mean", "square"))
+                for _ in range(8):
+                    mean.lerp_(p.grad, 0.1)
+                    square.mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+                    p.addcdiv_(mean, square.sqrt().add_(1e-8), value=-group["lr"])
 
 
 class Stepper:
@@ -48,7 +59,7 @@ class Stepper:
     def __init__(self, parameters: int, kind: type[torch.optim.Optimizer], offload: OffloadConfig, comm: Communicator):
         self.module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(parameters // WIDTH**2)))
         self.engine = Engine(self.module, ZeroConfig(stage=3, offload_optimizer=offload, offload_params=offload), comm)
-        self.optimizer = kind(self.module.parameters(), lr=1e-5, foreach=True)
+        self.optimizer = kind(self.module.parameters(), lr=1e-5)
 
     def seconds(self) -> float:
         """Of a step; its gradients are new."""
@@ -66,29 +77,31 @@ class Raw:
 
     def __init__(self, config: OffloadConfig, parameters: int) -> None:
         self.block, self.requests = config.block_size, config.queue_depth * config.threads
-        self.blocks = parameters * READ // self.block
+        self.read, self.written = (parameters * nbytes // self.block for nbytes in (READ, WRITTEN))
         self.file = tempfile.TemporaryFile(dir=config.nvme_path, buffering=0)  # noqa: SIM115 - as long as this
         self.fd = self.file.fileno()
-        os.posix_fallocate(self.fd, 0, self.blocks * self.block)
+        os.posix_fallocate(self.fd, 0, (self.read + self.written) * self.block)
         fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) | os.O_DIRECT)
-        self.seconds()  # nothing is read from blocks that were never written
-
-    def _plan(self) -> Iterator[tuple[bool, int]]:
-        """Whether to write, and where: three of four blocks that are read are written."""
-        return iter([(write, b) for b in range(self.blocks) for write in ((False, True) if b % 4 else (False,))])
+        # nothing is read from blocks that were never written
+        self._move([(os.pwritev, block) for block in range(self.read)])
 
     def seconds(self) -> float:
-        """Of the reads and writes of a step."""
-        plan, lock = self._plan(), threading.Lock()
+        """Of the reads and writes of a step: sixteen blocks are read, twelve others written."""
+        reads = iter([(os.preadv, block) for block in range(self.read)])
+        writes = iter([(os.pwritev, self.read + block) for block in range(self.written)])
+        turns = [move for _ in range(self.written // 12) for move in (*islice(reads, 16), *islice(writes, 12))]
+        return self._move([*turns, *reads, *writes])
+
+    def _move(self, plan: Iterable[tuple[Callable[..., int], int]]) -> float:
+        moves, lock = iter(plan), threading.Lock()
 
         def work() -> None:
             memory = mmap.mmap(-1, self.block)
             while True:
                 with lock:
-                    write, block = next(plan, (False, -1))
-                if block < 0:
+                    move, block = next(moves, (None, 0))
+                if move is None:
                     return
-                move = os.pwritev if write else os.preadv
                 if move(self.fd, [memory], block * self.block) != self.block:
                     raise OSError("a block has gone through in part only")
 
@@ -121,8 +134,10 @@ def main() -> None:
     for meter in meters.values():
         meter.seconds()
     seconds = {name: [] for name in meters}
-    for name, meter in chain.from_iterable(repeat(list(meters.items()), args.rounds)):
-        seconds[name].append(meter.seconds())
+    for number in range(args.rounds):
+        # a disk is slower after much has been written: nobody always comes after the same one
+        for name in random.Random(number).sample(list(meters), len(meters)):
+            seconds[name].append(meters[name].seconds())
     report({name: median(values) for name, values in seconds.items()}, count // WIDTH**2 * WIDTH**2)
 
 
