@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from itertools import islice
 from statistics import median
 
 import torch
@@ -77,20 +76,21 @@ class Raw:
 
     def __init__(self, config: OffloadConfig, parameters: int) -> None:
         self.block, self.requests = config.block_size, config.queue_depth * config.threads
-        self.read, self.written = (parameters * nbytes // self.block for nbytes in (READ, WRITTEN))
+        self.blocks = parameters * READ // self.block
         self.file = tempfile.TemporaryFile(dir=config.nvme_path, buffering=0)  # noqa: SIM115 - as long as this
         self.fd = self.file.fileno()
-        os.posix_fallocate(self.fd, 0, (self.read + self.written) * self.block)
+        os.posix_fallocate(self.fd, 0, self.blocks * self.block)
         fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) | os.O_DIRECT)
         # nothing is read from blocks that were never written
-        self._move([(os.pwritev, block) for block in range(self.read)])
+        self._move([(os.pwritev, block) for block in range(self.blocks)])
 
     def seconds(self) -> float:
-        """Of the reads and writes of a step: sixteen blocks are read, twelve others written."""
-        reads = iter([(os.preadv, block) for block in range(self.read)])
-        writes = iter([(os.pwritev, self.read + block) for block in range(self.written)])
-        turns = [move for _ in range(self.written // 12) for move in (*islice(reads, 16), *islice(writes, 12))]
-        return self._move([*turns, *reads, *writes])
+        """Of the reads and writes of a step: of sixteen blocks that are read twelve are written, two windows later."""
+        windows = [range(first, min(first + 16, self.blocks)) for first in range(0, self.blocks, 16)]
+        plan = []
+        for coming, going in zip([*windows, (), ()], [(), (), *windows], strict=True):
+            plan += [(os.preadv, block) for block in coming] + [(os.pwritev, block) for block in going[:12]]
+        return self._move(plan)
 
     def _move(self, plan: Iterable[tuple[Callable[..., int], int]]) -> float:
         moves, lock = iter(plan), threading.Lock()
@@ -118,14 +118,14 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("nvme_path")
-    parser.add_argument("--parameters", type=float, default=64e6)
+    parser.add_argument("--parameters", type=float, default=64e6, help="in layers of 1,048,576 (default: 64e6)")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     disk, memory = OffloadConfig(device="nvme", nvme_path=args.nvme_path), OffloadConfig(device=HostTier)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     comm = Communicator(device=torch.device("cpu"), timeout=timedelta(minutes=10))
-    count = int(args.parameters)
+    count = max(1, int(args.parameters) // WIDTH**2) * WIDTH**2
     meters = {"raw": Raw(disk, count)} | {
         f"{kind.__name__}, state {place}": Stepper(count, kind, config, comm)
         for kind in (torch.optim.AdamW, Eightfold)
@@ -138,7 +138,7 @@ def main() -> None:
         # a disk is slower after much has been written: nobody always comes after the same one
         for name in random.Random(number).sample(list(meters), len(meters)):
             seconds[name].append(meters[name].seconds())
-    report({name: median(values) for name, values in seconds.items()}, count // WIDTH**2 * WIDTH**2)
+    report({name: median(values) for name, values in seconds.items()}, count)
 
 
 def report(seconds: dict[str, float], parameters: int) -> None:

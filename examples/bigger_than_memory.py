@@ -70,6 +70,12 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if not options.nvme_path.is_dir():
         parser.error(f"--nvme-path: {options.nvme_path} is not a directory")
+    if options.steps < 2:
+        parser.error("--steps: a loss falls in two steps or more")
+    if options.width < 64 or options.width % 64:
+        parser.error("--width: not a multiple of 64")
+    if options.factor <= 1:
+        parser.error("--factor: not above 1")
     return options
 
 
@@ -143,6 +149,7 @@ def train(options: argparse.Namespace, group: Path | None, layers: int, folder: 
         sys.exit(f"The training of {layers} layers failed with exit code {process.exitcode}.")
     if process.exitcode:
         print(f"  {layers} layers: killed, out of memory", flush=True)
+        return None
     return run
 
 

@@ -50,3 +50,13 @@ def test_smallest_comparison_runs(tmp_path):
     assert len(ddp["seconds"]) == 2 and ddp["loss"] == pytest.approx(zero3["loss"])
     sent = 4 * ddp["parameters"]  # 2Y (N-1)/N in fp32
     assert sent <= ddp["sent"] < sent + 4096 and zero3["sent"] < 1.5 * sent + 8192
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="direct I/O as Linux has it")
+def test_the_disk_is_measured(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "disk.py"), str(tmp_path), "--parameters", "2e6", "--rounds", "1"]
+    done = subprocess.run(command, env=environment(ROOT), text=True, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = dict(line.rsplit("  ", 1) for line in done.stdout.splitlines() if "GB/s" in line)
+    assert len(rows) == 3 and all(float(rate.split()[0]) > 0 for rate in rows.values()), done.stdout
+    assert "against the raw one: " in done.stdout and not list(tmp_path.iterdir())

@@ -756,5 +756,5 @@ def test_warnings_of_what_cannot_be_as_under_ddp(rank, world_size):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer.register_step_post_hook(lambda optimizer, args, kwargs: None)
         with pytest.warns(UserWarning, match="SGD has step hooks"):
-            engine.sharded(optimizer)
+            engine.step(optimizer)
         engine.release(whole=True)

@@ -8,8 +8,8 @@ import torch
 import zoo
 from harness import distributed
 from lightning.pytorch.callbacks import ModelCheckpoint
-from oracles import assert_same, assert_same_state, build_engine, communicator, train_engine
-from test_optimizers import Collecting, Counting, SignMomentum, Stepwise
+from oracles import assert_same, assert_same_state, build_engine, communicator, engine_step, train_engine
+from test_optimizers import Collecting, Counting, Hoarding, SignMomentum, Stepwise, Ticking
 from test_precision import precision
 from test_strategy import Net, fitted, loader, trainer, zero
 
@@ -100,7 +100,7 @@ def test_groups_in_any_order(rank, world_size, stage, buffers, disk):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("kind", [Collecting, Counting, SignMomentum, Stepwise])
+@pytest.mark.parametrize("kind", [Collecting, Counting, SignMomentum, Stepwise, Ticking])
 @distributed(world_size=2)
 def test_optimizers_of_ones_own(rank, world_size, kind, stage, disk, small_windows):
     def make_optimizer(named):
@@ -111,6 +111,33 @@ def test_optimizers_of_ones_own(rank, world_size, kind, stage, disk, small_windo
         want = train_engine(partial(zoo.make, "Gpt"), comm, **options)
         for places in (everywhere(stage, disk), {"offload_optimizer": InMemory}):
             assert_same(train_engine(partial(zoo.make, "Gpt"), comm, **options, **places), want, "elsewhere")
+
+
+@pytest.mark.parametrize("kind", [Collecting, torch.optim.AdamW])
+@distributed(world_size=1)
+def test_what_needs_all_state_at_once_says_so_and_gives_the_memory_back(rank, world_size, kind, disk, small_windows):
+    with communicator() as comm:
+        model = zoo.make("Gpt")
+        optimizer = kind(model.parameters())
+        if kind is torch.optim.AdamW:
+            optimizer.register_step_pre_hook(lambda *args: None)
+        engine = build_engine(model, comm, stage=1, offload_optimizer=disk)
+        with pytest.warns(UserWarning, match="all of its offloaded state in memory at once"):
+            engine_step(engine, model, optimizer, comm, 0)
+        sharded = engine.sharded(optimizer)
+        assert len(sharded._buffers) == 4
+        engine.release(whole=True)
+        assert not sharded._buffers
+
+
+@distributed(world_size=2)
+def test_state_beside_the_state_is_refused(rank, world_size, disk):
+    with communicator() as comm:
+        model = zoo.make("Gpt")
+        engine = build_engine(model, comm, stage=1, offload_optimizer=disk)
+        with pytest.raises(ValueError, match="Hoarding cannot be offloaded"):
+            engine.sharded(Hoarding(model.parameters()))
+        engine.release(whole=True)
 
 
 class Two(Net):

@@ -24,9 +24,10 @@ from oracles import (
 )
 from torch import optim
 from torch.optim import Optimizer, lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_zero.engine import check_elementwise
-from lightning_zero.engine.elementwise import takes_one_by_one
+from lightning_zero.engine.elementwise import check_state_moves, takes_one_by_one
 
 
 class SignMomentum(Optimizer):
@@ -92,6 +93,39 @@ class Stepwise(SignMomentum):
                     p.sub_(p.grad, alpha=group["lr"] / self.count)
 
 
+class Ticking(SignMomentum):
+    """Counts its steps in tensors, one of its own and one in its group."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.ticks, self.param_groups[0]["ticks"] = torch.zeros(()), torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.ticks += 1
+        for group in self.param_groups:
+            group["ticks"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * (group["lr"] / self.ticks))
+
+
+class Hoarding(SignMomentum):
+    """Keeps its momentum beside ``self.state``."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.means = {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.means.setdefault(p, torch.zeros_like(p))
+                    p.sub_(mean.lerp_(p.grad, 0.1), alpha=group["lr"])
+
+
 class NormScaled(Optimizer):
     """Not element-wise: the step of an element depends on all others of its parameter."""
 
@@ -129,6 +163,8 @@ OPTIMIZERS = {
     "custom_group_state": Counting,
     "custom_all_together": Collecting,
     "custom_count": Stepwise,
+    "custom_tensors": Ticking,
+    "custom_beside": Hoarding,
 }
 
 
@@ -248,17 +284,54 @@ def test_hooks_see_one_step_and_the_users_parameters(rank, world_size):
             engine.release(whole=True)
 
 
-def test_what_may_step_part_by_part():
-    """Not who writes to groups or comes back to earlier parameters; nothing happens to the user's."""
-    kinds = {SignMomentum: True, Stepwise: True, optim.Adam: True, Counting: False, Collecting: False}
-    for kind, may in kinds.items():
-        param = torch.nn.Parameter(torch.ones(3))
-        param.grad = torch.ones(3)
-        optimizer = kind([param])
-        before = dict(optimizer.param_groups[0])
-        assert takes_one_by_one(optimizer) is may, kind
-        assert not optimizer.state and optimizer.param_groups[0] == before
-        assert torch.equal(param, torch.ones(3)) and torch.equal(param.grad, torch.ones(3))
+def test_trials_leave_no_trace():
+    """Not who writes to groups or comes back to earlier parameters may step part by part."""
+    calls = []
+    kinds = {SignMomentum: True, Stepwise: True, optim.Adam: True}
+    kinds |= dict.fromkeys((Counting, Collecting, Ticking, Hoarding), False)
+    hook = register_optimizer_step_pre_hook(lambda *args: calls.append(args))
+    try:
+        for kind, may in kinds.items():
+            param = torch.nn.Parameter(torch.ones(3))
+            param.grad = torch.ones(3)
+            optimizer = kind([param])
+            before = copy.deepcopy({key: value for key, value in optimizer.param_groups[0].items() if key != "params"})
+            check_elementwise(optimizer)
+            assert takes_one_by_one(optimizer) is may, kind
+            assert not optimizer.state and before.items() <= optimizer.param_groups[0].items()
+            assert torch.equal(param, torch.ones(3)) and torch.equal(param.grad, torch.ones(3))
+            assert getattr(optimizer, "ticks", 0) == 0 and not getattr(optimizer, "means", None)
+    finally:
+        hook.remove()
+    assert not calls
+
+
+def test_state_that_could_not_be_moved():
+    for kind in (Counting, Collecting, Ticking, SignMomentum, Stepwise, optim.Adam):
+        check_state_moves(kind([torch.nn.Parameter(torch.ones(3))]))
+    with pytest.raises(ValueError, match="Hoarding cannot be offloaded: it keeps something .* elsewhere"):
+        check_state_moves(Hoarding([torch.nn.Parameter(torch.ones(3))]))
+
+
+@distributed(world_size=2)
+def test_hooks_of_all_optimizers_see_the_users_groups(rank, world_size):
+    seen = []
+
+    def hook(optimizer, args, kwargs):
+        seen.append(optimizer.param_groups[0]["lr"])
+
+    with communicator() as comm:
+        model = zoo.make("Wide", rank)
+        engine = build_engine(model, comm, stage=3, tile_size=64)
+        optimizer = adamw(model.named_parameters())
+        handle = register_optimizer_step_pre_hook(hook)
+        try:
+            with pytest.warns(UserWarning, match="AdamW has step hooks"):
+                engine_step(engine, model, optimizer, comm, 0)
+        finally:
+            handle.remove()
+        engine.release(whole=True)
+    assert seen == [0.01]
 
 
 def drop_by_optimizer(model, optimizer):

@@ -133,6 +133,35 @@ def test_evaluation_of_several_loaders_and_under_a_limit(rank, world_size, limit
     assert losses("zero3") == losses("ddp")
 
 
+class Counted(Net):
+    """With a buffer that training changes, which evaluation begins with rank 0's of."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        self.seen += 1
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self(batch[0])
+
+
+@pytest.mark.parametrize("kind", [Sized, Endless])
+@distributed(world_size=[2, 3])
+def test_evaluation_in_which_a_rank_has_no_batch(rank, world_size, kind, tmp_path):
+    data = batches(kind, rank, counts=(0, 3, 2))
+    run = uneven(rank, world_size, tmp_path, zero(3), num_sanity_val_steps=0)
+    model = Counted()
+    model.allow_zero_length_dataloader_with_multiple_devices = True
+    # Lightning leaves the validation of an empty loader out where it knows the length, on that rank alone
+    run.fit(model, batches(Sized, 0), data if kind is Endless else None)
+    assert len(run.predict(model, data) or []) == (0, 3, 2)[rank]
+    if kind is Endless:
+        run.validate(model, data, verbose=False)
+
+
 class Alone(Callback):
     """One rank meets the others in a collective that they do not call."""
 

@@ -26,11 +26,11 @@ class OffloadConfig:
     """A directory on a disk of this host; each rank makes one file there, which has no name and ends with it."""
 
     pin_memory: bool = True
-    """``cpu`` with a GPU: host memory that the GPU copies from and to directly."""
+    """``cpu`` with a GPU: in page-locked host memory, for quicker copies to and from the GPU."""
 
     buffer_count: int = 4
-    """Windows of the optimizer's step in host memory, 3 or more: one is stepped, one written, the others are read
-    ahead.
+    """Of ``offload_optimizer``: windows of its step in host memory, 3 or more; one is stepped, one written, the others
+    are read ahead.
     """
 
     block_size: int = MIB
@@ -43,7 +43,9 @@ class OffloadConfig:
     """Queues of requests."""
 
     ratio: float = 1.0
-    """How much of the optimizer's state rests there, from 0 to 1, by whole units; the rest stays on the device."""
+    """Of ``offload_optimizer``: how much of the optimizer's state rests there, from 0 to 1, by whole units; the rest
+    stays where the unit's parameters are, on the device or, of ``offload_params``, in host memory.
+    """
 
     def __post_init__(self) -> None:
         if self.device not in ("none", "cpu", "nvme") and not callable(self.device):

@@ -4,14 +4,14 @@ An optimizer that treats every element by itself gives the same bits on slices. 
 orthogonalisation, line searches) do not, and are refused.
 """
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from lightning_zero.engine.trials import NewParts, PassingParts, numbers, run, same_with, undisturbed
 
 STOCK = {
     cls
@@ -52,7 +52,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
     reason = next((REASONS[name] for name in known if name in REASONS), None)
     if inner is not None:
         reason = f"it wraps another optimizer ({type(inner).__name__}), which would step on whole parameters"
-    with _without_gradients(optimizer):
+    with undisturbed(optimizer):
         for group in optimizer.param_groups:
             if reason is None and group["params"]:
                 reason = _try(optimizer, group)
@@ -63,35 +63,19 @@ def check_elementwise(optimizer: Optimizer) -> None:
         )
 
 
-@contextmanager
-def _without_gradients(optimizer: Optimizer) -> Iterator[None]:
-    """Whatever steps inside, be it an optimizer that nobody knows of, finds nothing to do on the user's parameters."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    grads = [param.grad for param in params]
-    for param in params:
-        param.grad = None
-    try:
-        yield
-    finally:
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-
-
-def _numbers(group: dict[str, Any]) -> tuple[Tensor, list[Tensor], int]:
-    """A matrix, gradients of three steps, and where to cut them: a norm or a mean of half of the rows is another."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    device = group["params"][0].device
-    whole, *grads = (torch.randn(16, 64, generator=generator, device="cpu").to(device) for _ in range(4))
-    return whole, grads, 8 * 64
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody's hooks see its steps."""
+    of_all = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+    return bool(of_all or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def _try(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
-    whole, grads, cut = _numbers(group)
+    whole, grads, cut = numbers(group)
     before, flat = whole.clone(), whole.clone().reshape(-1)
     tiles = [flat[:cut], flat[cut:]]
     try:
-        _run(optimizer, group, [whole], [[grad] for grad in grads])
-        _run(optimizer, group, tiles, [[grad.reshape(-1)[:cut], grad.reshape(-1)[cut:]] for grad in grads])
+        run(optimizer, group, [whole], [[grad] for grad in grads])
+        run(optimizer, group, tiles, [[grad.reshape(-1)[:cut], grad.reshape(-1)[cut:]] for grad in grads])
     except Exception as error:  # whatever a foreign optimizer raises is the reason
         return f"a trial step on slices of a tensor failed with {type(error).__name__}: {error}"
     if torch.equal(whole, before):
@@ -107,92 +91,33 @@ def takes_one_by_one(optimizer: Optimizer) -> bool:
 
     Unknown classes are tried, as in :func:`check_elementwise`.
     """
-    if is_stock(optimizer):
-        return True
-    with _without_gradients(optimizer):
-        return all(_takes_one_by_one(optimizer, group) for group in optimizer.param_groups if group["params"])
+    return is_stock(optimizer) or same_with(PassingParts, optimizer)
 
 
-def _takes_one_by_one(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    whole, grads, cut = _numbers(group)
-    twin = _twin(optimizer, group)
-    parts = twin.param_groups = _PassingParts(group, torch.split(whole.clone().reshape(-1), cut), twin.state)
-    try:
-        for grad in grads:
-            parts.grads = torch.split(grad.reshape(-1), cut)
-            twin.step()
-    except Exception:  # whatever it misses in them
-        return False
-    _run(optimizer, group, [whole], [[grad] for grad in grads])
-    return not parts.written and torch.equal(whole.reshape(-1), torch.cat(parts.values))
+def check_state_moves(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose state cannot rest elsewhere between two steps.
 
+    Unknown classes are tried: in each step the parameters are other tensors, and ``optimizer.state`` has what belongs
+    to them.
 
-class _PassingParts:
-    """Groups with one part of a tensor each. Once the next is asked for, part, gradient and state are NaN."""
-
-    def __init__(self, group: dict[str, Any], values: Sequence[Tensor], state: Any) -> None:
-        self.values = list(values)
-        self.grads: Sequence[Tensor] = ()
-        self.written = False
-        self._group, self._state = group, state
-        self._kept: list[dict[str, Any]] = [{} for _ in values]
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for number, grad in enumerate(self.grads):
-            part = self.values[number].clone()
-            part.grad = grad.clone()
-            if self._kept[number]:
-                self._state[part] = self._kept[number]
-            offered = {**self._group, "params": [part]}
-            yield offered
-            self.written |= any(offered.get(key) is not value for key, value in self._group.items() if key != "params")
-            entries = self._state.pop(part, {})
-            self._kept[number] = {key: _copied(value) for key, value in entries.items()}
-            self.values[number] = part.clone()
-            for tensor in (part, part.grad, *entries.values()):
-                if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                    tensor.fill_(torch.nan)
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+    Raises:
+        ValueError: names the class and the reason.
+    """
+    if not is_stock(optimizer) and not same_with(NewParts, optimizer):
+        raise ValueError(
+            f"The state of {type(optimizer).__name__} cannot be offloaded: it keeps something for a parameter "
+            "elsewhere than in optimizer.state. Keep it there, or use offload_optimizer='none'."
+        )
 
 
 def state_bytes(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> int:
     """Bytes of state that the optimizer will keep for each element of a parameter of ``dtype`` on the host."""
     param = torch.zeros(64, dtype=dtype, device="cpu")
-    state = _run(optimizer, group, [param], [[param]])[param]
+    with undisturbed(optimizer):
+        state = run(optimizer, group, [param], [[param]])[param]
     return sum(value.dtype.itemsize for value in state.values() if is_per_element(value, param.numel()))
 
 
 def is_per_element(value: Any, numel: int) -> bool:
     """Whether an entry of a state has a number for each element of a 1-D parameter."""
     return isinstance(value, Tensor) and value.shape == (numel,)
-
-
-def _run(
-    optimizer: Optimizer, group: dict[str, Any], params: list[Tensor], grads: list[list[Tensor]]
-) -> Mapping[Tensor, dict[str, Any]]:
-    """Steps of a copy of the optimizer on ``params``; returns the state."""
-    twin = _twin(optimizer, {**group, "params": params})
-    for step in grads:
-        for param, grad in zip(params, step, strict=True):
-            param.grad = grad.clone()
-        twin.step()
-    state: Mapping[Tensor, dict[str, Any]] = twin.state
-    return state
-
-
-def _twin(optimizer: Optimizer, group: dict[str, Any]) -> Any:
-    """A copy of the optimizer: its options, none of its state, and one group."""
-    twin: Any = object.__new__(type(optimizer))
-    twin.__dict__.update({key: _shallow(value) for key, value in optimizer.__dict__.items() if key != "step"})
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        twin.__dict__[hooks] = OrderedDict()
-    twin.param_groups = [group]
-    twin.state = defaultdict(dict)
-    return twin
-
-
-def _shallow(value: Any) -> Any:
-    return value.copy() if isinstance(value, dict | list | set) else value

@@ -51,6 +51,7 @@ class Engine:
     Raises:
         ValueError: a parameter has no values or no storage yet (lazy, meta), or the configuration does not fit the
             module.
+        TierError: a tier cannot be made, or has no room; later, wherever reading or writing it fails.
     """
 
     def __init__(
@@ -84,8 +85,8 @@ class Engine:
         self.reducer.begin_own = self._begin_own_backward
         raises = config.nonfinite_gradients == "raise"
         self.clipper = Clipper(self.sharded, self._close_window, self.reducer.watch, comm, raises)
-        self.uneven = Uneven(self.units, self.residency, comm)
         self.buffers = Buffers(module, comm, config.broadcast_buffers)
+        self.uneven = Uneven(self.units, self.residency, comm, self.buffers.share)
         uses_net = config.saved_tensors_hooks and any(unit.sharded for unit in self.units)
         self.net = Net(self.units if uses_net else [], self.need)
         self._hooks = Hooks(self)
@@ -228,7 +229,7 @@ class Engine:
 
     def _end_backward(self) -> None:
         if self.reducer.active:
-            changed = self.reducer.end(self.buffers.changed_here())
+            changed = self.reducer.end(self.reducer.last and self.buffers.changed_here())
             if self.reducer.last:
                 # ddp's rule: once a window, before its first forward
                 self.buffers.changed = changed
@@ -270,7 +271,7 @@ class Engine:
             options: further arguments of the user's ``optimizer.step``.
 
         Raises:
-            RuntimeError: a gradient is not finite, and the configuration wants that to be an error.
+            RuntimeError: a gradient is not finite (``nonfinite_gradients``); a parameter was given other data's memory.
         """
         self._close_window()
         self._settle()
@@ -343,8 +344,7 @@ class Engine:
 
     def named_full_parameters(self, dst: int = 0) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         """Every parameter and its whole master value, on the CPU in the user's dtype; None on ranks other than ``dst``.
-
-        Collective, parameter by parameter.
+        Collective.
         """
         for unit in self.units:
             self.residency.arrive(unit)

@@ -163,7 +163,7 @@ class NvmeTier(Tier):
         if missing <= 0:
             return
         try:
-            os.posix_fallocate(self._fd, self._reserved, missing)
+            self._set_aside(missing)
         except OSError as error:
             free = shutil.disk_usage(self.path).free
             raise TierError(
@@ -171,6 +171,14 @@ class NvmeTier(Tier):
                 f" needs {missing:,} more, {free:,} are free ({error.strerror}). Free some, or give another nvme_path."
             ) from error
         self._reserved = size
+
+    def _set_aside(self, missing: int) -> None:
+        try:
+            os.posix_fallocate(self._fd, self._reserved, missing)
+        except (AttributeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            os.ftruncate(self._fd, self._reserved + missing)  # no such call here: a full disk shows when it is written
 
     def empty(self, numel: int, dtype: torch.dtype, what: str) -> TierArray:
         """A new array, not initialised; its place on the disk is reserved."""
@@ -262,7 +270,7 @@ class NvmeTier(Tier):
         done = 0
         while done < len(memory):
             done += os.pwritev(self._fd, [memory[done:]], offset + done)
-        if not self.direct:
+        if not self.direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, offset, len(memory), os.POSIX_FADV_DONTNEED)
 
 

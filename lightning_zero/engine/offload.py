@@ -24,6 +24,7 @@ class Offload:
 
     Raises:
         TierError: one cannot be used.
+        TypeError: what makes the user's own tier has made something else.
     """
 
     def __init__(self, config: ZeroConfig, comm: Communicator, pool: Pool) -> None:

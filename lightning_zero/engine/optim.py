@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lightning_zero.engine.elementwise import SCALARS, state_bytes, takes_one_by_one
+from lightning_zero.engine.elementwise import (
+    SCALARS,
+    check_state_moves,
+    has_step_hooks,
+    state_bytes,
+    takes_one_by_one,
+)
 from lightning_zero.engine.flat import Flat
 from lightning_zero.engine.gradients import Gradients, Homes
 from lightning_zero.engine.layout import Slot
@@ -55,15 +61,12 @@ class ShardedOptimizer:
         self._swapped: dict[Flat, FlatState] = {}
         self._buffers: list[WindowBuffers] = []
         self._one_by_one = bool(tile_size) and takes_one_by_one(optimizer)
+        self._warned: set[str] = set()
+        if any(self.swapped(param) is not None for group in optimizer.param_groups for param in group["params"]):
+            check_state_moves(optimizer)
         self._reserve()
         self.adopt_state()
         self._warning = optimizer.register_state_dict_pre_hook(_warn_of_empty_state)
-        if _has_step_hooks(optimizer):
-            warnings.warn(
-                f"{type(optimizer).__name__} has step hooks: the parameters and gradients that they see are sharded. "
-                "Change them, or take norms of them, in on_before_optimizer_step or after the step.",
-                stacklevel=2,
-            )
 
     def adopt_state(self) -> None:
         """Take over whole state that the optimizer made in its constructor (Adagrad) or that the user has loaded."""
@@ -138,6 +141,11 @@ class ShardedOptimizer:
             else:
                 windows = self._windows(groups, grads)
                 swapped = windows.all_at_once(self.state)
+                if swapped:
+                    self._warn(
+                        "steps with all of its offloaded state in memory at once: it has step hooks, writes to its "
+                        "groups or comes back to earlier parameters in a step, or tile_size is 0."
+                    )
                 for number, group in enumerate(groups):
                     cut = [
                         (param, tile)
@@ -197,7 +205,19 @@ class ShardedOptimizer:
 
     def _may_tile(self) -> bool:
         """Whether copies of the groups may stand for the groups: nobody writes to them, nobody watches."""
-        return self._one_by_one and not _has_step_hooks(self.optimizer)
+        hooks = has_step_hooks(self.optimizer)
+        if hooks:
+            self._warn(
+                "has step hooks: the parameters and gradients that they see are sharded. Change them, or take norms of "
+                "them, in on_before_optimizer_step or after the step."
+            )
+        return self._one_by_one and not hooks
+
+    def _warn(self, text: str) -> None:
+        """Once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(f"{type(self.optimizer).__name__} {text}", stacklevel=2)
 
     def _with_grads(self, param: nn.Parameter, grads: Grads) -> list[Tensor]:
         """A parameter's tiles, each with its part of the gradient in the masters' dtype."""
@@ -266,8 +286,9 @@ class ShardedOptimizer:
             flat_state.entries.clear()
 
     def let_go(self) -> None:
-        """Leave the user's object as it was."""
+        """Leave the user's object as it was; the state stays."""
         self._warning.remove()
+        self._buffers.clear()
 
     def forget_masters(self, flats: Sequence[Flat]) -> None:
         """Keep the state, in host memory, but not the masters in ``flats`` that it belongs to: those are released."""
@@ -287,10 +308,6 @@ class ShardedOptimizer:
         """Bytes of the state on this rank."""
         values = (value for entry in self.state.values() for value in entry.values())
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
-
-
-def _has_step_hooks(optimizer: Optimizer) -> bool:
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def _warn_of_empty_state(optimizer: Optimizer) -> None:

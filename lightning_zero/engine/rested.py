@@ -71,7 +71,7 @@ class RestedGradient:
 
     def store(self, values: Tensor, memory: Tensor) -> None:
         """Start to write the gradient; ``memory``, of which it may be a part, goes back to the pool."""
-        host = values.cpu()
+        host = values if isinstance(self._tier, HostTier) else values.cpu()
         if host is not values:
             self._pool.free(memory)
         self._writes.add(self.array.store(0, host), memory if host is values else host)
@@ -80,7 +80,8 @@ class RestedGradient:
     def load(self) -> Tensor:
         """The gradient, on the device, in memory of the pool."""
         values = self._pool.empty(self._numel, self.dtype)
-        host = values if values.device.type == "cpu" else torch.empty_like(values, device="cpu")
+        near = values.device.type == "cpu" or isinstance(self._tier, HostTier)
+        host = values if near else torch.empty_like(values, device="cpu")
         self.array.fetch(0, host).wait()
         return values if host is values else values.copy_(host)
 
@@ -89,6 +90,9 @@ def fetch_whole(array: TierArray, out: Tensor) -> Transfer | None:
     """Start to read a whole array; None: it is there."""
     if out.device.type == "cpu":
         return array.fetch(0, out)
+    if isinstance(array.tier, HostTier):
+        array.fetch(0, out).wait()
+        return None
     host = torch.empty(out.shape, dtype=out.dtype, device="cpu", pin_memory=out.device.type == "cuda")
     array.fetch(0, host).wait()
     out.copy_(host)

@@ -255,6 +255,7 @@ class Windows:
             window.close(states, self._stepped)
         for slot in self._buffers:
             slot.settle()
+        del self._buffers[self._swap.windows :]
         self._commit()
 
     def _take(self, count: int) -> list[WindowBuffers]:

@@ -115,7 +115,10 @@ class Tier(ABC):
         """Bytes that its arrays take; an array that nobody holds any more takes none."""
 
     def close(self) -> None:
-        """Give everything back; arrays cannot be used any more."""
+        """Give everything back; arrays cannot be used any more.
+
+        The engine does not call it: optimizers' states outlive the engine. A tier ends with the last of its arrays.
+        """
         return None
 
 
@@ -125,7 +128,7 @@ class _HostArray(TierArray):
         self.values = torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pin)
 
     def _fetch(self, start: int, out: Tensor) -> Transfer:
-        out.copy_(self.values[start : start + out.numel()])
+        out.copy_(self.values[start : start + out.numel()])  # also to a device
         return Done()
 
     def _store(self, start: int, values: Tensor) -> Transfer:

@@ -4,7 +4,7 @@ A gather needs every rank. A rank that has no more batches stays and gives its s
 unit they gather, and it gathers along.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,10 +20,19 @@ class Uneven:
     """Steps of which ranks may run different numbers.
 
     Every rank calls :meth:`step` for each of its own, and :meth:`finish` once it has no more.
+
+    Args:
+        units: of the engine.
+        residency: of the units.
+        comm: of the ranks.
+        share_buffers: what every forward begins with; collective.
     """
 
-    def __init__(self, units: Sequence[Unit], residency: Residency, comm: Communicator) -> None:
+    def __init__(
+        self, units: Sequence[Unit], residency: Residency, comm: Communicator, share_buffers: Callable[[], None]
+    ) -> None:
         self.units, self.residency, self.comm = units, residency, comm
+        self._share_buffers = share_buffers
         self.needed = comm.world_size > 1 and any(unit.sharded for unit in units)
 
     @contextmanager
@@ -42,6 +51,7 @@ class Uneven:
     def finish(self) -> None:
         """Serve the ranks that are still running, until there are none."""
         while self.needed and self._running(False):
+            self._share_buffers()
             while (word := self._reduce(_LISTENING, "max", "unit of an uneven step")) != _DONE:
                 unit = self.units[word - _FIRST]
                 self.residency.unshard(unit)

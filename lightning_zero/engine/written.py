@@ -39,7 +39,11 @@ class Written:
 
     @torch.no_grad()
     def take_in(self) -> None:
-        """Parameters that the user has given another tensor as their ``data``: its values move into the flat buffer."""
+        """Parameters that the user has given another tensor as their ``data``: its values move into the flat buffer.
+
+        Raises:
+            RuntimeError: nothing can be made of it.
+        """
         for index, param in enumerate(self._params):
             if not self._is_at_home(index):
                 home = self._home(index)
@@ -48,9 +52,13 @@ class Written:
 
     @torch.no_grad()
     def own_current(self, index: int) -> Tensor:
-        """This rank's part of parameter ``index``'s master weights with what the user has written to the parameter.
+        """This rank's part of parameter ``index``'s master weights, 1-D, in their dtype, with what the user has written
+        to the parameter.
 
         Nothing is taken over: memory that the user has exchanged for other memory, and keeps, stays as it is.
+
+        Raises:
+            RuntimeError: nothing can be made of the parameter's data.
         """
         self._is_at_home(index)
         flat, slot = self._flat, self._flat.layout.slots[index]
