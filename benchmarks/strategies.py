@@ -56,7 +56,7 @@ def _deepspeed(name: str, settings: Settings, disk: str) -> CPUDeepSpeed:
     if offload == "nvme":
         options = {"offload_optimizer_device": "nvme", "offload_parameters": True, "offload_params_device": "nvme"}
         options |= {"nvme_path": disk, "block_size": 2**20, "queue_depth": 8, "thread_count": 1}  # our defaults
-        options |= {"sub_group_size": 2**20, "optimizer_buffer_count": 16}  # windows of the step as large as ours
+        options |= {"sub_group_size": 2**20, "optimizer_buffer_count": 16}  # windows as ours, of whole parameters
         largest = 4 * settings.dim**2  # of all parameters
         options |= {"max_in_cpu": 0, "params_buffer_count": 8, "params_buffer_size": -(-largest // settings.devices)}
     strategy = CPUDeepSpeed(stage=int(stage), offload_optimizer=True, **options)
