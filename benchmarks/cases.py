@@ -4,7 +4,10 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Self
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "deepspeed1", "deepspeed2", "deepspeed3")
+STRATEGIES = (
+    *("ddp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_nvme", "fsdp2"),
+    *("deepspeed1", "deepspeed2", "deepspeed3", "deepspeed2_offload", "deepspeed3_nvme"),
+)
 
 
 @dataclass(frozen=True)

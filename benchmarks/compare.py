@@ -50,7 +50,7 @@ def main() -> None:
         sys.exit("no strategy is left to run")
     runs, path = [], _results(options)
     with path.open("a") as file:
-        for run in compare(names, _settings(options), options.rounds):
+        for run in compare(names, _settings(options), options.rounds, options.nvme_path):
             runs.append(run)
             file.write(json.dumps(run) + "\n")
             file.flush()
@@ -67,7 +67,7 @@ def main() -> None:
         sys.exit("some runs have failed: see above")
 
 
-def compare(names: list[str], settings: Settings, rounds: int) -> Iterator[dict[str, Any]]:
+def compare(names: list[str], settings: Settings, rounds: int, disk: Path | None = None) -> Iterator[dict[str, Any]]:
     """Run each strategy once a round. One that fails is left out from then on, and its error is printed."""
     names, more = list(names), ["deepspeed"] if any(name.startswith("deepspeed") for name in names) else []
     origin = {"machine": about.machine(), "versions": about.versions(*more), "settings": asdict(settings)}
@@ -76,23 +76,23 @@ def compare(names: list[str], settings: Settings, rounds: int) -> Iterator[dict[
             print(f"round {number + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
             date = datetime.now().astimezone().isoformat(timespec="seconds")
             try:
-                yield {"strategy": name, "round": number, "date": date, **measure(name, settings), **origin}
+                yield {"strategy": name, "round": number, "date": date, **measure(name, settings, disk), **origin}
             except RunFailed as failed:
                 names.remove(name)
                 print(f"{name} has failed:\n{failed}", file=sys.stderr)
 
 
-def measure(name: str, settings: Settings) -> dict[str, Any]:
-    """One run in processes of its own; what it has measured.
+def measure(name: str, settings: Settings, disk: Path | None = None) -> dict[str, Any]:
+    """One run in processes of its own; what it has measured. Nothing stays of what it offloads to ``disk``.
 
     Raises:
         RunFailed: it has failed, or was stopped because it took too long.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=disk) as swap:
         path = Path(folder) / "result.json"
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(settings.devices)]
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # a free port for every run
-        rank = [str(FOLDER / "run_one.py"), name, settings.to_json(), str(path)]
+        rank = [str(FOLDER / "run_one.py"), name, settings.to_json(), str(path), swap]
         said = _call([sys.executable, *launcher, *rendezvous, *rank], _environment(settings))
         if not path.exists():
             error = Path(f"{path}.error")
@@ -170,6 +170,7 @@ def _parse() -> argparse.Namespace:
         help="malloc gives freed blocks of this size and more back"
         " to the system (MALLOC_MMAP_THRESHOLD_): slower, but resident memory is what is in use",
     )
+    add("--nvme-path", type=Path, metavar="FOLDER", help="where to offload to (default: the temporary one)")
     add("--results", type=Path, default=FOLDER / "results", metavar="FOLDER", help="for JSON lines and the chart")
     return parser.parse_args()
 

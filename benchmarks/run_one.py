@@ -1,9 +1,10 @@
 """One rank of one run: the model of a case, trained by the Trainer under a strategy.
 
-    torchrun --nproc-per-node 2 benchmarks/run_one.py STRATEGY SETTINGS FILE
+    torchrun --nproc-per-node 2 benchmarks/run_one.py STRATEGY SETTINGS FILE FOLDER
 
 SETTINGS is the JSON of ``cases.Settings``. Rank 0 writes what was measured to FILE, as JSON: seconds of each step are
 its own, sent bytes and memory the largest of all ranks. The first rank that fails writes its traceback to FILE.error.
+What is offloaded to a disk goes into FOLDER.
 """
 
 import json
@@ -26,10 +27,10 @@ from strategies import make_strategy, trainer_precision
 from torch.utils.data import DataLoader
 
 
-def run(name: str, settings: Settings) -> dict[str, Any]:
+def run(name: str, settings: Settings, disk: str) -> dict[str, Any]:
     """Train, and return what was measured. Collective."""
     seed_everything(0, verbose=False)
-    strategy, meter = make_strategy(name, settings.devices), Meter(settings.accumulate)
+    strategy, meter = make_strategy(name, settings, disk), Meter(settings.accumulate)
     memory = ResidentMemory()
     net = Net(settings, fully_sharded=name == "fsdp2")
     parameters = sum(p.numel() for p in net.parameters())
@@ -66,12 +67,12 @@ def _largest(*values: float) -> list[float]:
 
 
 def main() -> None:
-    name, settings, path = sys.argv[1:]
+    name, settings, path, disk = sys.argv[1:]
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     try:
-        measured = run(name, Settings.from_json(settings))
+        measured = run(name, Settings.from_json(settings), disk)
         if dist.get_rank() == 0:
             Path(path).write_text(json.dumps(measured))
         dist.barrier()
