@@ -140,6 +140,23 @@ def test_state_beside_the_state_is_refused(rank, world_size, disk):
         engine.release(whole=True)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@distributed(world_size=2)
+def test_state_after_the_run_is_that_of_its_end(rank, world_size, stage, disk, tmp_path):
+    """A checkpoint that is saved after ``fit``, whatever rests elsewhere."""
+    places = [{}, {"offload_optimizer": disk}, everywhere(stage, disk), {"offload_params": disk} if stage == 3 else {}]
+    for place in places:
+        run = trainer(rank, world_size, tmp_path, zero(stage, **place), max_steps=3, max_epochs=-1)
+        model = Net()
+        run.fit(model, loader())
+        run.save_checkpoint(tmp_path / "after.ckpt")
+        saved = torch.load(tmp_path / "after.ckpt", weights_only=True)["optimizer_states"][0]["state"]
+        assert len(saved) == len(list(model.parameters())), place
+        if place == {}:
+            want = saved
+        assert_same_state({"state": saved}, {"state": want})
+
+
 class Two(Net):
     """Two optimizers, one of them not torch's, each with its turn."""
 

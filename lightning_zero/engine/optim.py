@@ -166,12 +166,14 @@ class ShardedOptimizer:
     def swapped(self, param: nn.Parameter) -> tuple[FlatState, int] | None:
         """Where a parameter's state rests, if it is in a tier, and the parameter's index there."""
         home = self.homes.get(id(param))
-        if home is None or (tier := state_tier(home[0])) is None:
+        if home is None:
             return None
         flat, index = home
         if flat not in self._swapped:
+            if (tier := state_tier(flat)) is None:
+                return None
             self._swapped[flat] = FlatState(flat, tier)
-        return self._swapped[flat], index
+        return self._swapped[flat], index  # also once the flat has let go of its masters
 
     def _reserve(self) -> None:
         """Make room in tiers for the state of all parameters.
