@@ -299,3 +299,10 @@ def test_a_killed_process_leaves_nothing(tmp_path):
 def test_wrong_settings_are_refused(settings, says):
     with pytest.raises((TypeError, ValueError), match=says):
         ZeroStrategy(**settings)
+
+
+def test_a_path_may_begin_with_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tier = NvmeTier("~/swap files", 4096, 1)
+    assert (tmp_path / "swap files").is_dir() and tier.path == str(tmp_path / "swap files")
+    tier.close()

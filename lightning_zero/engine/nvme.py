@@ -121,7 +121,7 @@ class NvmeTier(Tier):
 
     def __init__(self, path: str | os.PathLike[str], block_size: int, requests: int) -> None:
         super().__init__()
-        self.path = os.fspath(path)
+        self.path = os.path.expanduser(path)
         self.block_size = block_size
         try:
             os.makedirs(self.path, mode=0o700, exist_ok=True)
