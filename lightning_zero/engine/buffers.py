@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lightning_zero.engine.comm import Communicator
 
 SUMMED = 2**16
+"""Elements of the largest buffer that is looked into for changes."""
 
 
 class Buffers:

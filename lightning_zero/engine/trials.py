@@ -2,6 +2,7 @@
 hooks see nothing of them.
 """
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -89,7 +90,7 @@ def _same_with_parts(kind: "type[_Parts]", optimizer: Optimizer, group: dict[str
     return not parts.written and torch.equal(whole.reshape(-1), torch.cat(parts.values))
 
 
-class _Parts:
+class _Parts(ABC):
     """Parts of a tensor that are new tensors in each step; those of the step before, with their state, are NaN."""
 
     def __init__(self, group: dict[str, Any], values: Sequence[Tensor], state: Any) -> None:
@@ -98,10 +99,11 @@ class _Parts:
         self._group, self._state = _options(group), state
         self._kept: list[dict[str, Any]] = [{} for _ in values]
 
+    @abstractmethod
     def groups(self, grads: Sequence[Tensor]) -> Any:
         """What the optimizer's ``param_groups`` are in a step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def after_step(self) -> None:
         """The step is over."""
 
@@ -143,6 +145,9 @@ class PassingParts(_Parts):
         """What can be iterated over, and nothing else."""
         self._grads = grads
         return self
+
+    def after_step(self) -> None:
+        """They have gone."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for number, grad in enumerate(self._grads):
