@@ -52,7 +52,7 @@ def test_smallest_comparison_runs(tmp_path):
     assert sent <= ddp["sent"] < sent + 4096 and zero3["sent"] < 1.5 * sent + 8192
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the benchmark goes past the page cache by O_DIRECT, which Linux has")
+@pytest.mark.skipif(sys.platform != "linux", reason="it goes past the page cache by O_DIRECT, which Linux has")
 def test_the_disk_is_measured(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "disk.py"), str(tmp_path), "--parameters", "2e6", "--rounds", "1"]
     done = subprocess.run(command, env=environment(ROOT), text=True, capture_output=True, timeout=120)

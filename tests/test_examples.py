@@ -154,7 +154,10 @@ def test_the_failure_that_is_shown_is_the_cause_of_the_others(tmp_path):
 LIMIT = ["--memory", "650MB", "--width", "384", "--length", "32", "--steps", "2"]
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the bound is on resident memory as Linux counts it: macOS leaves out compressed pages")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"),
+    reason="the bound is on resident memory as Linux counts it: macOS leaves out compressed pages",
+)
 def test_a_model_that_does_not_fit_is_trained_from_the_disk(tmp_path):
     """16 bytes for each of its parameters are more than the limit, and with all that is imported it stays below."""
     output, code = run("bigger_than_memory.py", *LIMIT, "--layers", "2", "--factor", "11", cwd=tmp_path)
