@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero import between_steps, host
-from lightning_zero.config import ZeroConfig
+from lightning_zero.config import settings_from
 from lightning_zero.engine import Communicator, Engine, PeerError, check_elementwise
 from lightning_zero.engine.life import ParamState
 from lightning_zero.engine.materialize import is_meta
@@ -49,7 +49,9 @@ class ZeroMethods(StepMethods, CheckpointMethods):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **settings: Any,
     ) -> None:
-        self.config = ZeroConfig.from_kwargs({"stage": stage, **settings})
+        self._settings = settings_from({"stage": stage, **settings})
+        self.config = self._settings.zero
+        self.training = self._settings.training
         self._fallback_precision: ZeroPrecision | None = None
         super().__init__(
             accelerator=accelerator,

@@ -6,8 +6,9 @@ is.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from typing import Any
+
+from lightning_zero.config.names import nearest
 
 MIB = 2**20
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
@@ -76,13 +77,8 @@ def _offload(name: str, value: Any) -> OffloadConfig:
     known = [field.name for field in fields(OffloadConfig)]
     for key in value:
         if key not in known:
-            raise TypeError(f"{name} has no setting {key!r}.{_nearest(key, known)}")
+            raise TypeError(f"{name} has no setting {key!r}.{nearest(key, known)}")
     return OffloadConfig(**value)
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    near = get_close_matches(name, known, n=1)
-    return f" Did you mean {near[0]!r}?" if near else f" Valid names: {', '.join(known)}."
 
 
 @dataclass(kw_only=True)
@@ -140,6 +136,9 @@ class ZeroConfig:
     persistence_threshold: int = 0
     """Stage 3: parameters with at most this many elements stay whole on every rank. 0: none."""
 
+    persistence_limit: int | None = None
+    """Stage 3: so many elements at most, of all parameters together, stay whole by ``persistence_threshold``."""
+
     prefetch: int = 1
     """How many units ahead of the running one are gathered."""
 
@@ -190,6 +189,9 @@ class ZeroConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{name}={value!r} must be a whole number, 0 or more.")
+        limit = self.persistence_limit
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):
+            raise ValueError(f"persistence_limit={limit!r} must be a whole number, 0 or more, or None.")
         if self.tile_size % 64:
             raise ValueError(
                 f"tile_size={self.tile_size} must be a multiple of 64: optimizer kernels give other bits on other cuts."
@@ -202,21 +204,3 @@ class ZeroConfig:
             raise ValueError(
                 f"min_unit_bytes={self.min_unit_bytes} is larger than max_unit_bytes={self.max_unit_bytes}."
             )
-
-    @classmethod
-    def field_names(cls) -> list[str]:
-        """Names of all settings, in order."""
-        return [field.name for field in fields(cls)]
-
-    @classmethod
-    def from_kwargs(cls, kwargs: dict[str, Any]) -> "ZeroConfig":
-        """Build from keywords.
-
-        Raises:
-            TypeError: a keyword is unknown; the message names the nearest valid one.
-        """
-        known = cls.field_names()
-        for name in kwargs:
-            if name not in known:
-                raise TypeError(f"ZeroStrategy has no setting {name!r}.{_nearest(name, known)}")
-        return cls(**kwargs)

@@ -66,7 +66,7 @@ def make_units(module: nn.Module, config: ZeroConfig) -> list[UnitSpec]:
     _assign(module, root, specs)
     small = UnitSpec("(persistent)", [], persistent=True)
     if config.stage == 3 and config.persistence_threshold:
-        _set_apart(small, [root, *specs], config.persistence_threshold)
+        _set_apart(small, [root, *specs], config.persistence_threshold, config.persistence_limit)
     least = min(config.min_unit_bytes, max(share, SMALL))
     merged = _merge([spec for spec in specs if spec.params], least)
     return [spec for spec in (root, small) if spec.params] + merged
@@ -187,10 +187,13 @@ def _own_modules(head: nn.Module, heads: set[int]) -> Iterator[nn.Module]:
             yield from _own_modules(child, heads)
 
 
-def _set_apart(small: UnitSpec, specs: list[UnitSpec], threshold: int) -> None:
+def _set_apart(small: UnitSpec, specs: list[UnitSpec], threshold: int, limit: int | None) -> None:
+    left = math.inf if limit is None else limit
     for spec in specs:
-        for name in [name for name, p in spec.params.items() if p.numel() <= threshold]:
-            small.params[name] = spec.params.pop(name)
+        for name, param in list(spec.params.items()):
+            if param.numel() <= min(threshold, left):
+                small.params[name] = spec.params.pop(name)
+                left -= param.numel()
 
 
 def _merge(specs: list[UnitSpec], threshold: int) -> list[UnitSpec]:

@@ -1,0 +1,177 @@
+"""What a configuration says about the run beside ZeRO: what Trainer, DataLoader and configure_optimizers say otherwise.
+
+Each setting may be given there or here. Where both give it and differ, that is an error (``lightning_zero.training``).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lightning_zero.config.names import nearest
+
+PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
+
+
+@dataclass(kw_only=True)
+class LossScaleConfig:
+    """How fp16 losses are scaled. The names are those of DeepSpeed's ``fp16``, the defaults those of torch's
+    ``GradScaler``, so that nothing differs from ``ddp``.
+    """
+
+    loss_scale: float = 0.0
+    """A fixed scale. 0: the scale is halved when gradients overflow and doubled after ``loss_scale_window`` steps."""
+
+    initial_scale_power: int = 16
+    """The scale begins at 2 to the power of this."""
+
+    loss_scale_window: int = 2000
+    """Steps without an overflow after which the scale is doubled."""
+
+    hysteresis: int = 1
+    """How many overflows it takes to halve the scale. Each of them skips its step."""
+
+    consecutive_hysteresis: bool = False
+    """Whether a step without an overflow lets the counting of ``hysteresis`` begin anew; else the doubling does."""
+
+    min_loss_scale: float = 1.0
+    """The scale does not fall below this: an overflow there is an error."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("initial_scale_power", 0), ("loss_scale_window", 1), ("hysteresis", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"loss_scale: {name}={value!r} must be a whole number, {least} or more.")
+        if not _is_number(self.loss_scale) or self.loss_scale < 0:
+            raise ValueError(f"loss_scale: loss_scale={self.loss_scale!r} must be a finite number, 0 or more.")
+        if not _is_number(self.min_loss_scale) or self.min_loss_scale <= 0:
+            raise ValueError(f"loss_scale: min_loss_scale={self.min_loss_scale!r} must be a finite number above 0.")
+        if not isinstance(self.consecutive_hysteresis, bool):
+            raise ValueError(
+                f"loss_scale: consecutive_hysteresis={self.consecutive_hysteresis!r} must be True or False."
+            )
+
+
+@dataclass(kw_only=True)
+class TrainingConfig:
+    """Settings of the run that are not ZeRO's own. Every field is also a keyword of
+    :class:`lightning_zero.ZeroStrategy`; None: what Trainer, DataLoader and module say.
+    """
+
+    train_batch_size: int | None = None
+    """Samples of one optimizer step, on all ranks together: ``micro_batch_size * gradient_accumulation_steps`` times
+    the number of ranks. Any two of the three give the third; of one alone, the Trainer accumulates what it says.
+    """
+
+    micro_batch_size: int | None = None
+    """Samples of one batch of one rank. Training DataLoaders of another ``batch_size`` are made anew with this one."""
+
+    gradient_accumulation_steps: int | None = None
+    """Batches of one optimizer step: ``Trainer(accumulate_grad_batches=)``."""
+
+    gradient_clipping: float | None = None
+    """The largest global norm of gradients: ``Trainer(gradient_clip_val=)``. 0: none."""
+
+    precision: str | None = None
+    """``Trainer(precision=)``: ``32-true``, ``64-true``, ``bf16-mixed``, ``bf16-true``, ``16-mixed`` or ``16-true``."""
+
+    loss_scale: LossScaleConfig | None = None
+    """Of ``16-mixed`` and ``16-true``; a mapping will do."""
+
+    optimizer: Any = None
+    """Instead of that of ``configure_optimizers``: ``{"type": "AdamW", "params": {"lr": 1e-3}}`` with a name of
+    DeepSpeed or of ``torch.optim``; or a function that makes one of parameters (``functools.partial(AdamW, lr=1e-3)``).
+    """
+
+    scheduler: Any = None
+    """A learning rate scheduler that moves with every optimizer step: ``{"type": "WarmupLR", "params": {...}}`` with a
+    name of DeepSpeed or of ``torch.optim.lr_scheduler``; or a function that makes one of the optimizer.
+    """
+
+    monitor: bool = False
+    """Whether a :class:`lightning_zero.ZeroMonitor` is added to the Trainer's callbacks."""
+
+    def __post_init__(self) -> None:
+        for name in ("train_batch_size", "micro_batch_size", "gradient_accumulation_steps"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name}={value!r} must be a whole number, 1 or more.")
+        if self.gradient_clipping is not None and (
+            not _is_number(self.gradient_clipping) or self.gradient_clipping < 0
+        ):
+            raise ValueError(f"gradient_clipping={self.gradient_clipping!r} must be a finite number, 0 or more.")
+        if self.precision not in (None, *PRECISIONS):
+            raise ValueError(f"precision={self.precision!r} is none of {', '.join(map(repr, PRECISIONS))}.")
+        if isinstance(self.loss_scale, Mapping):
+            known = [field.name for field in fields(LossScaleConfig)]
+            for key in self.loss_scale:
+                if key not in known:
+                    raise TypeError(f"loss_scale has no setting {key!r}.{nearest(key, known)}")
+            self.loss_scale = LossScaleConfig(**self.loss_scale)
+        for name in ("optimizer", "scheduler"):
+            setattr(self, name, _made_by(name, getattr(self, name)))
+        if not isinstance(self.monitor, bool):
+            raise ValueError(f"monitor={self.monitor!r} must be True or False.")
+        self.batch(world_size=None)
+
+    def batch(self, world_size: int | None, accumulate: int | None = None) -> tuple[int, int, int] | None:
+        """``train_batch_size``, ``micro_batch_size`` and ``gradient_accumulation_steps`` on so many ranks; None if
+        nothing is said of the first two.
+
+        Args:
+            world_size: the ranks; None: unknown, and nothing but what is wrong at any number is an error.
+            accumulate: what the Trainer accumulates, if there is something that it says.
+
+        Raises:
+            ValueError: the three contradict one another.
+        """
+        total, micro = self.train_batch_size, self.micro_batch_size
+        steps = self.gradient_accumulation_steps or (None if total and micro else accumulate or 1)
+        if total is None and micro is None:
+            return None
+        ranks = world_size or 1
+        if total is None and micro and steps:
+            total = micro * steps * ranks
+        elif total and micro and steps is None:
+            steps = total // (micro * ranks) or 1
+        elif total and micro is None and steps:
+            micro = total // (steps * ranks) or 1
+        if world_size is None and total and micro and steps and total % (micro * steps) == 0:
+            return None
+        if total is None or micro is None or steps is None or total != micro * steps * ranks:
+            raise ValueError(_contradiction(self, world_size, accumulate))
+        return total, micro, steps
+
+
+def _contradiction(config: TrainingConfig, world_size: int | None, accumulate: int | None) -> str:
+    names = ("train_batch_size", "micro_batch_size", "gradient_accumulation_steps")
+    given = [f"{name}={getattr(config, name)}" for name in names if getattr(config, name)]
+    if accumulate and not config.gradient_accumulation_steps:
+        given.append(f"Trainer(accumulate_grad_batches={accumulate})")
+    missing = [name for name in names if not getattr(config, name)]
+    ranks = "the number of ranks" if world_size is None else f"{world_size} ranks"
+    return (
+        f"{', '.join(given)} and {ranks} contradict one another: train_batch_size must be micro_batch_size * "
+        "gradient_accumulation_steps * ranks, all of them whole numbers."
+        f"{f' Not given: {chr(44).join(missing)}.' if missing else ' Leave one of the three out, and it follows.'}"
+    )
+
+
+def _made_by(name: str, value: Any) -> Any:
+    """A block of the form of DeepSpeed's, checked; or what makes it."""
+    if value is None or callable(value):
+        return value
+    if not isinstance(value, Mapping) or not isinstance(value.get("type"), str):
+        raise ValueError(
+            f"{name}={value!r} must be a mapping with 'type' and 'params', as in DeepSpeed's JSON, or a function."
+        )
+    for key in value:
+        if key not in ("type", "params"):
+            raise TypeError(f"{name} has no setting {key!r}.{nearest(key, ['type', 'params'])}")
+    params = value.get("params") or {}
+    if not isinstance(params, Mapping):
+        raise ValueError(f"{name}: params={params!r} must be a mapping.")
+    return {"type": value["type"], "params": dict(params)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
