@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero import between_steps, host
-from lightning_zero.config import settings_from
+from lightning_zero.config import Given, settings_from
+from lightning_zero.configured import ConfiguredMethods
 from lightning_zero.engine import Communicator, Engine, PeerError, check_elementwise
 from lightning_zero.engine.life import ParamState
 from lightning_zero.engine.materialize import is_meta
@@ -21,6 +22,7 @@ from lightning_zero.engine.norm import GradientNorm
 from lightning_zero.precision import ZeroPrecision, adapt, raw_optimizer
 from lightning_zero.saving import CheckpointMethods, LocalCheckpointIO, is_stand_in
 from lightning_zero.steps import StepMethods
+from lightning_zero.training import hidden_size
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
 
 
-class ZeroMethods(StepMethods, CheckpointMethods):
+class ZeroMethods(ConfiguredMethods, StepMethods, CheckpointMethods):
     """What a ZeRO strategy does differently from ``ddp``; mixed into the ``DDPStrategy`` of a Lightning namespace.
 
     The launcher, the environment, samplers and collectives on the default process group are inherited.
@@ -37,8 +39,9 @@ class ZeroMethods(StepMethods, CheckpointMethods):
 
     def __init__(
         self,
-        stage: int = 3,
+        stage: int | None = None,
         *,
+        config: Given | None = None,
         accelerator: "Accelerator | None" = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: "ClusterEnvironment | None" = None,
@@ -49,10 +52,7 @@ class ZeroMethods(StepMethods, CheckpointMethods):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **settings: Any,
     ) -> None:
-        self._settings = settings_from({"stage": stage, **settings})
-        self.config = self._settings.zero
-        self.training = self._settings.training
-        self._fallback_precision: ZeroPrecision | None = None
+        self._settings = settings_from(settings if stage is None else {"stage": stage, **settings}, config)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -72,19 +72,6 @@ class ZeroMethods(StepMethods, CheckpointMethods):
         self._last_backward = True
         self._failed = False  # the last run ended with an exception on this rank
         self._lost = False  # and left the module sharded
-
-    @property
-    def precision_plugin(self) -> "Precision":
-        """Lightning's plugin for the Trainer's ``precision``, with the engine's gradient clipping."""
-        if self._precision_plugin is not None:
-            return self._precision_plugin
-        if self._fallback_precision is None:
-            self._fallback_precision = adapt(super().precision_plugin)
-        return self._fallback_precision
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: "Precision | None") -> None:
-        self._precision_plugin = None if plugin is None else adapt(plugin)
 
     @property
     def _zero_precision(self) -> ZeroPrecision:
@@ -129,6 +116,7 @@ class ZeroMethods(StepMethods, CheckpointMethods):
             )
         host.clean_up_at_exit()
         super().setup_environment()
+        self._apply_settings()
         self._failed = self._lost = False
         comm = host.find_communicator(self.root_device, self._comm_timeout)
         # A rank that failed in an earlier run has lost its communicator: then all make a new one.
@@ -176,6 +164,8 @@ class ZeroMethods(StepMethods, CheckpointMethods):
 
     def _attach(self, module: nn.Module) -> None:
         plugin = self._zero_precision
+        if self._settings.autos:
+            self._settings = self._settings.with_hidden_size(hidden_size(module))
         self._engine = Engine(
             module,
             self.config,
@@ -292,6 +282,7 @@ class ZeroMethods(StepMethods, CheckpointMethods):
             self._shut_out()
             self._shut_out = None
         self._end_steps()
+        self._forget_settings()
         whole = self._release()
         self._lost = self._failed and not whole
         if self._failed and self._comm is not None:
@@ -329,14 +320,17 @@ class ZeroStrategy(ZeroMethods, DDPStrategy):
     The module is not wrapped and need not know: ``strategy.model`` is the user's LightningModule.
 
     Args:
-        stage: 0 to 3, see :class:`ZeroConfig`.
+        stage: 0 to 3, see :class:`ZeroConfig`; None: what ``config`` says, or 3.
+        config: a DeepSpeed configuration: a path to its JSON, a mapping, or base64; None: what the environment variable
+            ``PL_DEEPSPEED_CONFIG_PATH`` names, if it does. What becomes of its keys is said at the start of a run.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for any parallel
             strategy; the Trainer fills in what is not given.
         process_group_backend: ``gloo`` or ``nccl``; None: what suits the device.
         timeout: how long a collective may take.
         start_method: how ranks are started on this machine.
-        **settings: the fields of :class:`ZeroConfig`.
+        **settings: the fields of :class:`ZeroConfig` and :class:`TrainingConfig`.
 
     Raises:
         TypeError: a setting is unknown; the message names the nearest one.
+        ValueError: a value is wrong, or keywords, configuration and Trainer contradict one another.
     """

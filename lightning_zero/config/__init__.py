@@ -1,7 +1,8 @@
 """Configuration: one schema behind every door."""
 
+from lightning_zero.config.deepspeed import Given
 from lightning_zero.config.schema import OffloadConfig, ZeroConfig
 from lightning_zero.config.settings import Settings, settings_from
 from lightning_zero.config.training import LossScaleConfig, TrainingConfig
 
-__all__ = ["LossScaleConfig", "OffloadConfig", "Settings", "TrainingConfig", "ZeroConfig", "settings_from"]
+__all__ = ["Given", "LossScaleConfig", "OffloadConfig", "Settings", "TrainingConfig", "ZeroConfig", "settings_from"]

@@ -4,6 +4,6 @@
 keeps learning rates where they are when a step is skipped.
 """
 
-from lightning_zero.precision.plugin import ZeroPrecision, adapt, raw_optimizer
+from lightning_zero.precision.plugin import ZeroPrecision, adapt, choose, raw_optimizer
 
-__all__ = ["ZeroPrecision", "adapt", "raw_optimizer"]
+__all__ = ["ZeroPrecision", "adapt", "choose", "raw_optimizer"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -218,6 +219,37 @@ def adapt(plugin: _Precision) -> ZeroPrecision:
     if not isinstance(plugin, ZeroPrecision):
         raise AssertionError(type(plugin))
     return plugin
+
+
+def choose(plugin: _Precision, wanted: str | None, family: bool, source: str) -> _Precision:
+    """The plugin of the precision that a configuration wants, of the same Lightning namespace.
+
+    Args:
+        plugin: the Trainer's. ``32-true`` is its default and gives way.
+        wanted: the configuration's; None: the Trainer's.
+        family: whether ``wanted`` means any precision of these 16 bits, as DeepSpeed's ``bf16`` does.
+        source: of the configuration, for the message.
+
+    Raises:
+        ValueError: the Trainer says another precision.
+    """
+    own = str(plugin.precision)
+    if wanted in (None, own) or (family and wanted and own.partition("-")[0] == wanted.partition("-")[0]):
+        return plugin
+    if own != "32-true":
+        raise ValueError(
+            f"Trainer(precision={own!r}) and precision={wanted!r} of {source} contradict one another. "
+            "Say it in one place."
+        )
+    namespace = type(plugin).__module__.partition(".plugins")[0]
+    plugins = import_module(f"{namespace}.plugins.precision")
+    if wanted in MIXED:
+        made: _Precision = plugins.MixedPrecision(wanted, "cpu")
+    elif wanted in HALF:
+        made = plugins.HalfPrecision(wanted)
+    else:
+        made = plugins.DoublePrecision()
+    return made
 
 
 _classes: dict[type[_Precision], type[ZeroPrecision]] = {}

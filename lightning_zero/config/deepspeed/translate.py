@@ -1,0 +1,198 @@
+"""From DeepSpeed's JSON to our settings, with a verdict on every key."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from os import PathLike
+from typing import Any
+
+from lightning_zero.config.deepspeed.keys import ROOT_ROWS
+from lightning_zero.config.deepspeed.load import load
+from lightning_zero.config.deepspeed.row import OFF, Fate, Row
+from lightning_zero.config.deepspeed.rules import AUTO, OWN, combine
+from lightning_zero.config.deepspeed.zero_keys import ZERO_ROWS
+from lightning_zero.config.names import nearest
+
+ZERO = "zero_optimization"
+ROWS: dict[str, Row] = {row.key: row for row in ROOT_ROWS}
+ROWS |= {f"{ZERO}.{row.key}": replace(row, key=f"{ZERO}.{row.key}") for row in ZERO_ROWS}
+
+Given = str | PathLike[str] | Mapping[str, Any]
+"""A DeepSpeed configuration: a path, a mapping, or base64 of its JSON."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of one key: its value, its fate, and why."""
+
+    key: str
+    value: Any
+    fate: Fate
+    words: str
+
+
+@dataclass
+class Translation:
+    """A DeepSpeed configuration, read.
+
+    Args:
+        source: what it is called in messages.
+        settings: keywords of :class:`lightning_zero.ZeroStrategy`.
+        verdicts: one for each key, in the order of the file.
+        autos: keys whose ``"auto"`` is found out from the module.
+    """
+
+    source: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    verdicts: list[Verdict] = field(default_factory=list)
+    autos: list[str] = field(default_factory=list)
+
+    @property
+    def refused(self) -> list[Verdict]:
+        """What cannot be used."""
+        return [verdict for verdict in self.verdicts if verdict.fate is Fate.REFUSED]
+
+    @property
+    def unknown(self) -> list[Verdict]:
+        """What DeepSpeed has no such key for."""
+        return [verdict for verdict in self.verdicts if verdict.fate is Fate.UNKNOWN]
+
+    def check(self) -> None:
+        """Raise what is refused.
+
+        Raises:
+            ValueError: with a line for each refused key.
+        """
+        if self.refused:
+            lines = [f"  {verdict.key}: {show(verdict.value)}: {verdict.words}" for verdict in self.refused]
+            raise ValueError("\n".join([f"{self.source} cannot be used:", *lines]))
+
+
+def translate(given: Given) -> Translation:
+    """Read a DeepSpeed configuration.
+
+    Returns:
+        Settings and verdicts. What is refused is among the verdicts; see :meth:`Translation.check`.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such file, or it is no JSON; see
+            :func:`lightning_zero.config.deepspeed.load.load`.
+    """
+    config, source = load(given)
+    own = config.pop(OWN, None)
+    reader = _Reader(source)
+    reader.walk(config, "")
+    reader.finish(own)
+    return reader.out
+
+
+class _Reader:
+    """Goes through a configuration, key by key."""
+
+    def __init__(self, source: str) -> None:
+        self.out = Translation(source)
+        self.found: dict[str, Any] = {}
+
+    def say(self, key: str, value: Any, fate: Fate, words: str) -> None:
+        """Note a verdict."""
+        self.out.verdicts.append(Verdict(key, value, fate, words))
+
+    def walk(self, block: Mapping[str, Any], prefix: str) -> None:
+        """Judge all keys of a block."""
+        for name, value in block.items():
+            key = prefix + name
+            if key == ZERO and isinstance(value, bool):
+                self.say(key, value, Fate.ALIAS, f"{ZERO}.stage: {int(value)}")
+                self.found[f"{ZERO}.stage"] = int(value)
+            elif key in ROWS:
+                self.judge(ROWS[key], value)
+            elif not any(row.startswith(f"{key}.") for row in ROWS):
+                self.unknown(key, name, value, prefix)
+            elif isinstance(value, Mapping):
+                self.walk(value, f"{key}.")
+            elif value is not None:
+                self.say(key, value, Fate.REFUSED, "must be an object, { ... }")
+
+    def unknown(self, key: str, name: str, value: Any, prefix: str) -> None:
+        """DeepSpeed refuses unknown keys in blocks and lets those of the root pass; here those that look misspelt are
+        refused, too, and others are named.
+        """
+        known = list(dict.fromkeys(row[len(prefix) :].partition(".")[0] for row in ROWS if row.startswith(prefix)))
+        known += [] if prefix else [OWN]
+        near = get_close_matches(name, known, n=1, cutoff=0.75)
+        if prefix or near:
+            self.say(key, value, Fate.REFUSED, f"there is no such key.{nearest(name, known)}")
+        else:
+            self.say(key, value, Fate.UNKNOWN, "DeepSpeed has no such key; it is left out")
+
+    def judge(self, row: Row, value: Any) -> None:
+        """A key that has a row."""
+        if value == "auto":
+            self.auto(row)
+        elif row.fate is Fate.REFUSED:
+            wanted = not _is_off(row, value)
+            self.say(row.key, value, Fate.REFUSED if wanted else Fate.NO_EFFECT, row.words if wanted else "off")
+        elif value is None:
+            self.say(row.key, value, Fate.NO_EFFECT, "not given")
+        else:
+            try:
+                self.found[row.key] = row.convert(value)
+            except ValueError as error:
+                self.say(row.key, value, Fate.REFUSED, str(error))
+            else:
+                self.say(row.key, value, row.fate, row.words)
+
+    def auto(self, row: Row) -> None:
+        """Hugging Face's "auto"."""
+        if row.fate is Fate.REFUSED or not row.auto:
+            self.say(row.key, "auto", Fate.NO_EFFECT, "the default: Hugging Face fills in no such key")
+        elif row.key in AUTO:
+            self.out.autos.append(row.key)
+            self.say(row.key, "auto", row.fate, f"{AUTO[row.key][1]}; {row.words}")
+        else:
+            by = "as the Trainer says" if row.fate is Fate.TRAINER else "the default"
+            self.found[row.key] = "auto"
+            self.say(row.key, "auto", row.fate, f"{by}; {row.words}" if row.words else by)
+
+    def spare_stage_3(self) -> None:
+        """Keys of stage 3 do nothing at the others, as in DeepSpeed."""
+        stage = self.out.settings["stage"]
+        if stage == 3:
+            return
+        for number, verdict in enumerate(self.out.verdicts):
+            if verdict.key.startswith(f"{ZERO}.stage3_") and verdict.fate is Fate.HONOURED:
+                self.out.verdicts[number] = replace(verdict, fate=Fate.NO_EFFECT, words=f"at stage {stage}")
+
+    def finish(self, own: Any) -> None:
+        """What several keys decide together, and our own block."""
+        wrong = combine(self.found, ROWS, self.out.settings)
+        for key, words in wrong:
+            old = next((verdict for verdict in self.out.verdicts if verdict.key == key), None)
+            if old is not None:
+                self.out.verdicts.remove(old)
+            self.say(key, self.found.get(key), Fate.REFUSED, words)
+        self.spare_stage_3()
+        if "gradient_clipping" not in self.found:
+            words = "DeepSpeed clips at 1.0 where nothing is said; here gradient_clip_val of the Trainer says it"
+            self.say("gradient_clipping", None, Fate.TRAINER, words)
+        if own is None:
+            return
+        if not isinstance(own, Mapping):
+            self.say(OWN, own, Fate.REFUSED, "must be an object, { ... }, with keywords of ZeroStrategy")
+            return
+        for name, value in own.items():
+            self.say(f"{OWN}.{name}", value, Fate.HONOURED, "keyword of ZeroStrategy")
+        self.out.settings.update(own)
+
+
+def _is_off(row: Row, value: Any) -> bool:
+    if value in row.off and not (isinstance(value, bool) and value):  # True == 1
+        return True
+    return row.opaque and isinstance(value, Mapping) and (not value or value.get("enabled", True) in OFF)
+
+
+def show(value: Any) -> str:
+    """A value as JSON writes it, shortened."""
+    words = {None: "null", True: "true", False: "false"}
+    shown = words[value] if value is None or isinstance(value, bool) else str(value)
+    return shown if len(shown) <= 40 else f"{shown[:37]}..."
