@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero import between_steps, host
-from lightning_zero.config import Given, settings_from
+from lightning_zero.config import Given, settings_from, with_settings
 from lightning_zero.configured import ConfiguredMethods
 from lightning_zero.engine import Communicator, Engine, PeerError, check_elementwise
 from lightning_zero.engine.life import ParamState
@@ -37,6 +37,7 @@ class ZeroMethods(ConfiguredMethods, StepMethods, CheckpointMethods):
     The launcher, the environment, samplers and collectives on the default process group are inherited.
     """
 
+    @with_settings
     def __init__(
         self,
         stage: int | None = None,

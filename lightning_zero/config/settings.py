@@ -54,7 +54,8 @@ def settings_from(keywords: Mapping[str, Any], config: Given | None = None) -> S
     """Check what is given, and sort it into the dataclasses.
 
     Args:
-        keywords: of :class:`lightning_zero.ZeroStrategy`.
+        keywords: of :class:`lightning_zero.ZeroStrategy`. Where ``config`` says something, those that have their
+            default value count as not given: Hydra and LightningCLI always give all of them.
         config: a DeepSpeed configuration; None: the one that the environment variable ``PL_DEEPSPEED_CONFIG_PATH``
             names, if it does.
 
@@ -66,31 +67,36 @@ def settings_from(keywords: Mapping[str, Any], config: Given | None = None) -> S
     for name in keywords:
         if name not in ZERO + TRAINING:
             raise TypeError(f"ZeroStrategy has no setting {name!r}.{nearest(name, ['config', *ZERO, *TRAINING])}")
-    own = _sorted(keywords)
+    zero, training = _sorted(keywords)
     given = config if config is not None else from_environment()
     if given is None:
-        return Settings(*own, keywords=keywords)
+        return Settings(zero, training, keywords=keywords)
+    own = {name: value for name, value in _values(zero, training).items() if value != _DEFAULTS[name]}
     translation = translate(given)
     translation.check()
-    source = translation.source
-    for name in translation.settings:
+    source, theirs = translation.source, translation.settings
+    for name in theirs:
         if name not in ZERO + TRAINING:
             raise ValueError(f"{source}: ZeroStrategy has no setting {name!r}.{nearest(name, ZERO + TRAINING)}")
     try:
-        theirs = _sorted(translation.settings)
-        both = _sorted({**translation.settings, **keywords})
+        read = _values(*_sorted(theirs))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{source}: {error}") from None
-    for name in keywords:
-        if name in translation.settings:
-            values = [getattr(part[name in TRAINING], name) for part in (own, theirs)]
-            if values[0] != values[1]:
-                raise ValueError(
-                    f"{name} is {values[0]!r} in ZeroStrategy(...) and {values[1]!r} in {source}. Say it in one place."
-                )
-    return Settings(*both, source, translation, keywords)
+    for name, value in own.items():
+        if name in theirs and value != read[name]:
+            raise ValueError(
+                f"{name} is {value!r} in ZeroStrategy and {read[name]!r} in {source}. Say it in one place."
+            )
+    return Settings(*_sorted({**theirs, **own}), source, translation, own)
 
 
 def _sorted(values: Mapping[str, Any]) -> tuple[ZeroConfig, TrainingConfig]:
     zero, training = ({k: v for k, v in values.items() if k in known} for known in (ZERO, TRAINING))
     return ZeroConfig(**zero), TrainingConfig(**training)
+
+
+def _values(*parts: ZeroConfig | TrainingConfig) -> dict[str, Any]:
+    return {item.name: getattr(part, item.name) for part in parts for item in fields(part)}
+
+
+_DEFAULTS = _values(ZeroConfig(), TrainingConfig())

@@ -1,0 +1,56 @@
+"""``python -m lightning_zero``: what the package can say without training.
+
+python -m lightning_zero config ds_config.json               # what becomes of each key of DeepSpeed's JSON
+python -m lightning_zero config ds_config.json --ranks 8     # and the batch sizes on so many ranks
+"""
+
+import argparse
+import sys
+from dataclasses import asdict
+
+from lightning_zero.config import Settings, settings_from
+from lightning_zero.config.deepspeed import table, translate
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command.
+
+    Raises:
+        SystemExit: the configuration cannot be used; the message says why.
+    """
+    parser = argparse.ArgumentParser(prog="python -m lightning_zero")
+    commands = parser.add_subparsers(dest="command", required=True)
+    config = commands.add_parser("config", help="what becomes of each key of a DeepSpeed configuration")
+    config.add_argument("path", help="the JSON file")
+    config.add_argument("--ranks", type=int, help="show the batch sizes on so many ranks, too")
+    options = parser.parse_args(arguments)
+    try:
+        _explain(options.path, options.ranks)
+    except (ValueError, TypeError, OSError) as error:
+        sys.exit(f"\n{error}")
+
+
+def _explain(path: str, ranks: int | None) -> None:
+    print(table(translate(path)))
+    settings = settings_from({}, path)
+    print(f"\nZeroStrategy({_keywords(settings)})")
+    sizes = settings.training.batch(ranks) if ranks else None
+    if sizes is not None:
+        total, micro, steps = sizes
+        print(f"On {ranks} ranks: {total} samples a step = {micro} in a batch * {steps} batches * {ranks} ranks.")
+    elif ranks:
+        print(f"On {ranks} ranks: batch sizes are those of DataLoader and Trainer.")
+
+
+def _keywords(settings: Settings) -> str:
+    """What differs from the defaults."""
+    default = settings_from({"stage": settings.zero.stage})
+    changed = [f"stage={settings.zero.stage}"]
+    for part, plain in ((settings.zero, default.zero), (settings.training, default.training)):
+        before = asdict(plain)
+        changed += [f"{name}={value!r}" for name, value in asdict(part).items() if value != before[name]]
+    return ", ".join(changed)
+
+
+if __name__ == "__main__":
+    main()
