@@ -6,9 +6,8 @@ python -m lightning_zero config ds_config.json --ranks 8     # and the batch siz
 
 import argparse
 import sys
-from dataclasses import asdict
 
-from lightning_zero.config import Settings, settings_from
+from lightning_zero.config import settings_from
 from lightning_zero.config.deepspeed import table, translate
 
 
@@ -33,23 +32,13 @@ def main(arguments: list[str] | None = None) -> None:
 def _explain(path: str, ranks: int | None) -> None:
     print(table(translate(path)))
     settings = settings_from({}, path)
-    print(f"\nZeroStrategy({_keywords(settings)})")
+    print(f"\n{settings.describe()}")
     sizes = settings.training.batch(ranks) if ranks else None
     if sizes is not None:
         total, micro, steps = sizes
         print(f"On {ranks} ranks: {total} samples a step = {micro} in a batch * {steps} batches * {ranks} ranks.")
     elif ranks:
         print(f"On {ranks} ranks: batch sizes are those of DataLoader and Trainer.")
-
-
-def _keywords(settings: Settings) -> str:
-    """What differs from the defaults."""
-    default = settings_from({"stage": settings.zero.stage})
-    changed = [f"stage={settings.zero.stage}"]
-    for part, plain in ((settings.zero, default.zero), (settings.training, default.training)):
-        before = asdict(plain)
-        changed += [f"{name}={value!r}" for name, value in asdict(part).items() if value != before[name]]
-    return ", ".join(changed)
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ class ConfiguredMethods(_Base):
         self._said = True
         translation = self._settings.translation
         if translation is not None:
-            rank_zero_info(table(translation))
+            rank_zero_info(f"{table(translation)}\n{self._settings.describe()}")
             unknown = [verdict.key for verdict in translation.unknown]
             if unknown:
                 rank_zero_warn(f"{translation.source} has keys that DeepSpeed does not know: {', '.join(unknown)}.")

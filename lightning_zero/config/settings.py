@@ -1,7 +1,7 @@
 """From whatever a user gives (keywords, a DeepSpeed configuration) to the schema."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from lightning_zero.config.deepspeed import Given, Translation, from_environment, translate
@@ -45,6 +45,16 @@ class Settings:
         found = {name: value for name, value in found.items() if name not in self.keywords}
         return replace(self, zero=replace(self.zero, **found))
 
+    def describe(self) -> str:
+        """What differs from the defaults, as keywords of ZeroStrategy."""
+        before = {name: value for part in (ZeroConfig(), TrainingConfig()) for name, value in asdict(part).items()}
+        now = {**asdict(self.zero), **asdict(self.training)}
+        changed = {name: value for name, value in now.items() if value != before[name] or name == "stage"}
+        for name, value in changed.items():
+            if isinstance(value, dict) and isinstance(before[name], dict):
+                changed[name] = {key: each for key, each in value.items() if each != before[name][key]}
+        return f"ZeroStrategy({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+
     def without_effect(self) -> list[str]:
         """A sentence for each keyword that changes nothing."""
         return without_effect(self.zero, self.training, self.keywords)
@@ -84,9 +94,7 @@ def settings_from(keywords: Mapping[str, Any], config: Given | None = None) -> S
         raise type(error)(f"{source}: {error}") from None
     for name, value in own.items():
         if name in theirs and value != read[name]:
-            raise ValueError(
-                f"{name} is {value!r} in ZeroStrategy and {read[name]!r} in {source}. Say it in one place."
-            )
+            raise ValueError(f"{name}={value!r} of ZeroStrategy and {read[name]!r} of {source} differ. Say it once.")
     return Settings(*_sorted({**theirs, **own}), source, translation, own)
 
 

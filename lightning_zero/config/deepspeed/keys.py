@@ -33,7 +33,7 @@ _PRECISION = [
     Row("fp16.hysteresis", H, "", "loss_scale.hysteresis", whole(1)),
     Row("fp16.consecutive_hysteresis", H, "", "loss_scale.consecutive_hysteresis", flag),
     Row("fp16.min_loss_scale", H, "", "loss_scale.min_loss_scale", number),
-    Row("fp16.auto_cast", N, "Lightning casts the batch", convert=flag),
+    Row("fp16.auto_cast", N, "Lightning always casts the batch", convert=flag, met=(True,)),
     Row("fp16.fp16_master_weights_and_grads", H, "master_dtype, gradient_dtype", convert=flag),
     Row("bf16.enabled", T, "precision: bf16-true unless the Trainer says bf16-mixed", convert=flag, auto=True),
     Row("bf16.check_grad_overflow", H, "nonfinite_gradients", convert=flag),
@@ -61,7 +61,7 @@ _PRECISION = [
 _GRADIENTS = [
     Row("prescale_gradients", N, "gradients are summed in fp32 and need no scaling before", convert=flag),
     Row("gradient_predivide_factor", N, "gradients are summed in fp32 and need no scaling before", convert=number),
-    Row("gradient_allreduce_op", R, "gradients are averaged over the ranks: multiply the loss", off=(None, "mean")),
+    Row("gradient_allreduce_op", R, "gradients are averaged over the ranks: multiply the loss", met=("mean",)),
     Row("sparse_gradients", R, "DeepSpeed has removed it; sparse gradients are reduced as dense ones"),
     Row("disable_allgather", N, "DeepSpeed does not use it", convert=flag),
     Row("seq_parallel_communication_data_type", N, "there is no sequence parallelism here"),
@@ -88,9 +88,9 @@ _AIO = [
 
 _CHECKPOINTS = [
     Row("checkpoint.tag_validation", N, "Lightning names the files", convert=text),
-    Row("checkpoint.load_universal", N, "every checkpoint loads at any stage and number of ranks", convert=flag),
+    Row("checkpoint.load_universal", N, "every checkpoint loads at any number of ranks", convert=flag, met=(True,)),
     Row("checkpoint.use_node_local_storage", R, "a checkpoint is one file, in a folder that rank 0 can write to"),
-    Row("checkpoint.parallel_write", N, "a checkpoint is one file", opaque=True),
+    Row("checkpoint.parallel_write.pipeline_stage", N, "a checkpoint is one file", convert=flag),
     Row("checkpoint.checkpoint_serialization", N, "a checkpoint is one file", convert=flag),
     Row("checkpoint.writer.decoupled", R, "checkpoints are not written in the background"),
     *(
@@ -109,21 +109,43 @@ _SEEING = [
     ),
     Row("wall_clock_breakdown", H, "ZeroMonitor, to the Trainer's loggers", convert=flag),
     Row("memory_breakdown", H, "ZeroMonitor, to the Trainer's loggers", convert=flag),
-    Row("timers", N, "use Lightning's ThroughputMonitor", opaque=True),
-    Row("flops_profiler", N, "use Lightning's ThroughputMonitor or torch's profiler", opaque=True),
+    *(
+        Row(f"timers.throughput.{name}", N, "use Lightning's ThroughputMonitor", convert=flag)
+        for name in "enabled synchronized".split()
+    ),
+    *(
+        Row(f"flops_profiler.{name}", N, "use Lightning's ThroughputMonitor or torch's profiler")
+        for name in ("enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file").split()
+    ),
     Row("steps_per_print", N, "Lightning has a progress bar"),
-    Row("dump_state", H, "prints the resolved configuration", "dump_state", convert=flag),
+    Row("dump_state", N, "what is set is always printed, and strategy.resolved() has it", convert=flag, met=(True,)),
     Row("disable_python_gc", N, "use Lightning's GarbageCollection callback", convert=flag),
     Row("log_level", N, "Python's logging has levels: logging.getLogger('lightning.pytorch')"),
     Row("vocabulary_size", N, "DeepSpeed only warns of it"),
     *(
-        Row(name, N, "use Trainer(logger=)", opaque=True)
-        for name in "tensorboard wandb csv_monitor comet monitor_config".split()
+        Row(f"{block_name}.{name}", N, "use Trainer(logger=)")
+        for block_name, names in {
+            "tensorboard": "enabled output_path job_name",
+            "wandb": "enabled group team project",
+            "csv_monitor": "enabled output_path job_name",
+            "comet": (
+                "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode"
+            ),
+        }.items()
+        for name in names.split()
     ),
 ]
 
 _OTHERS = [
-    Row("autotuning", N, "trains untuned", opaque=True),
+    *(
+        Row(f"autotuning.{name}", N, "trains untuned")
+        for name in (
+            "enabled fast results_dir exps_dir overwrite start_profile_step end_profile_step metric metric_path "
+            "tuner_type tuner_early_stopping tuner_num_trials arg_mappings max_train_batch_size min_train_batch_size "
+            "max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes "
+            "mp_size model_info"
+        ).split()
+    ),
     Row("compile.offload_activation", R, "use torch.autograd.graph.save_on_cpu in the module"),
     Row("compile.offload_opt_states", R, "use zero_optimization.offload_optimizer"),
     Row("compile.offload_parameters", R, "use zero_optimization.offload_param"),

@@ -37,6 +37,7 @@ class Row:
         sets: name of the setting that it becomes, ``offload_optimizer.device`` say. Empty: other keys decide, too
             (``translate``), or nothing does.
         convert: checks the value.
+        met: values that ask for what is done anyway.
         off: values that ask for nothing.
         auto: whether Hugging Face's ``"auto"`` has a meaning.
         opaque: whether what is inside is not looked at.
@@ -47,6 +48,7 @@ class Row:
     words: str = ""
     sets: str = ""
     convert: Convert = lambda value: value
+    met: tuple[Any, ...] = ()
     off: tuple[Any, ...] = OFF
     auto: bool = False
     opaque: bool = False

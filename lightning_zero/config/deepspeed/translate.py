@@ -104,6 +104,9 @@ class _Reader:
             if key == ZERO and isinstance(value, bool):
                 self.say(key, value, Fate.ALIAS, f"{ZERO}.stage: {int(value)}")
                 self.found[f"{ZERO}.stage"] = int(value)
+            elif key == "bfloat16" and "bf16" not in block and isinstance(value, Mapping):
+                self.say(key, value, Fate.ALIAS, "bf16")
+                self.walk(value, "bf16.")
             elif key in ROWS:
                 self.judge(ROWS[key], value)
             elif not any(row.startswith(f"{key}.") for row in ROWS):
@@ -127,8 +130,11 @@ class _Reader:
 
     def judge(self, row: Row, value: Any) -> None:
         """A key that has a row."""
-        if value == "auto":
+        if value == "auto" and row.fate is not Fate.REFUSED:
             self.auto(row)
+        elif _is_in(value, row.met):
+            self.found[row.key] = value
+            self.say(row.key, value, Fate.HONOURED, row.words)
         elif row.fate is Fate.REFUSED:
             wanted = not _is_off(row, value)
             self.say(row.key, value, Fate.REFUSED if wanted else Fate.NO_EFFECT, row.words if wanted else "off")
@@ -144,7 +150,7 @@ class _Reader:
 
     def auto(self, row: Row) -> None:
         """Hugging Face's "auto"."""
-        if row.fate is Fate.REFUSED or not row.auto:
+        if not row.auto:
             self.say(row.key, "auto", Fate.NO_EFFECT, "the default: Hugging Face fills in no such key")
         elif row.key in AUTO:
             self.out.autos.append(row.key)
@@ -185,8 +191,13 @@ class _Reader:
         self.out.settings.update(own)
 
 
+def _is_in(value: Any, values: tuple[Any, ...]) -> bool:
+    """Whether a value is one of ``values``; true is not 1."""
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values)
+
+
 def _is_off(row: Row, value: Any) -> bool:
-    if value in row.off and not (isinstance(value, bool) and value):  # True == 1
+    if _is_in(value, row.off):
         return True
     return row.opaque and isinstance(value, Mapping) and (not value or value.get("enabled", True) in OFF)
 
