@@ -42,9 +42,9 @@ def apply_to_trainer(trainer: "Trainer", settings: Settings) -> None:
     clip = training.gradient_clipping
     if clip is None:
         return
-    theirs, by = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-    if theirs is not None and (float(theirs) != clip or str(getattr(by, "value", by or "norm")) != "norm"):
-        raise ValueError(_differ("gradient_clip_val", f"{theirs} by {by or 'norm'}", "gradient_clipping", clip, source))
+    theirs, by = trainer.gradient_clip_val, str(getattr(trainer.gradient_clip_algorithm, "value", "norm"))
+    if theirs is not None and (float(theirs) != clip or by != "norm"):
+        raise ValueError(_differ("gradient_clip_val", f"{theirs} by {by}", "gradient_clipping", clip, source))
     if clip > 0:
         _refuse_manual(trainer, f"gradient_clipping={clip}", source)
         trainer.gradient_clip_val = clip

@@ -124,22 +124,21 @@ class TrainingConfig:
         Raises:
             ValueError: the three contradict one another.
         """
-        total, micro = self.train_batch_size, self.micro_batch_size
-        steps = self.gradient_accumulation_steps or (None if total and micro else accumulate or 1)
+        total, micro, steps = self.train_batch_size, self.micro_batch_size, self.gradient_accumulation_steps
         if total is None and micro is None:
             return None
-        ranks = world_size or 1
-        if total is None and micro and steps:
-            total = micro * steps * ranks
-        elif total and micro and steps is None:
-            steps = total // (micro * ranks) or 1
-        elif total and micro is None and steps:
-            micro = total // (steps * ranks) or 1
-        if world_size is None and total and micro and steps and total % (micro * steps) == 0:
+        if world_size is None:
+            if total is not None and total % ((micro or 1) * (steps or 1)):
+                raise ValueError(_contradiction(self, world_size, accumulate))
             return None
-        if total is None or micro is None or steps is None or total != micro * steps * ranks:
+        if steps is None:
+            steps = total // (micro * world_size) if total and micro else accumulate or 1
+        if micro is None:
+            micro = (total or 0) // (steps * world_size)
+        product = micro * steps * world_size
+        if product == 0 or total not in (None, product):
             raise ValueError(_contradiction(self, world_size, accumulate))
-        return total, micro, steps
+        return product, micro, steps
 
 
 def _contradiction(config: TrainingConfig, world_size: int | None, accumulate: int | None) -> str:
@@ -147,12 +146,11 @@ def _contradiction(config: TrainingConfig, world_size: int | None, accumulate: i
     given = [f"{name}={getattr(config, name)}" for name in names if getattr(config, name)]
     if accumulate and not config.gradient_accumulation_steps:
         given.append(f"Trainer(accumulate_grad_batches={accumulate})")
-    missing = [name for name in names if not getattr(config, name)]
     ranks = "the number of ranks" if world_size is None else f"{world_size} ranks"
     return (
         f"{', '.join(given)} and {ranks} contradict one another: train_batch_size must be micro_batch_size * "
-        "gradient_accumulation_steps * ranks, all of them whole numbers."
-        f"{f' Not given: {chr(44).join(missing)}.' if missing else ' Leave one of the three out, and it follows.'}"
+        "gradient_accumulation_steps * ranks, whole numbers all of them."
+        f"{' Leave one of the three out, and it follows.' if len(given) == 3 else ''}"
     )
 
 
