@@ -6,7 +6,8 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py zero=stage3
 
 A job starts its own ranks, in new processes (``lightning_zero.launch``), unless ``torchrun`` has started them; a rank
-does what ``fit.py`` says. Under ``torchrun`` there is neither a check of resuming nor a comparison, which take new processes.
+does what ``fit.py`` says. Under ``torchrun`` there is neither a check of resuming nor a comparison, which take new
+processes.
 """
 
 import os
@@ -106,8 +107,8 @@ def report(cfg: DictConfig, runs: dict[str, dict[str, Any]]) -> None:
         )
         return
     print(f"\n{table(runs)}\n", flush=True)
-    for name, run in others:
-        print(verdict(choice, first, name, run), flush=True)
+    for name, other in others:
+        print(verdict(choice, first, name, other), flush=True)
 
 
 def check_resume(cfg: DictConfig, folder: Path, run: dict[str, Any]) -> None:

@@ -63,7 +63,9 @@ def world_size(config: DictConfig) -> int:
 
 
 def run_ranks(program: Sequence[str], config: DictConfig, folder: Path, **changes: Any) -> None:
-    """Run ``program`` (a script, or ``-m`` and a module) with ``config``, in which ``changes`` replace values, on ``config.trainer.devices`` new ranks.
+    """Run ``program`` on ``config.trainer.devices`` new ranks.
+
+    ``program`` is a script, or ``-m`` and a module. ``changes`` replace values of ``config``.
 
     The ranks read ``folder/job.yaml``, in which every interpolation is resolved: they need neither the command line nor
     the sweep that made the configuration. If one fails, or this process gets SIGINT, SIGTERM or SIGHUP, all of them are

@@ -16,7 +16,6 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -40,7 +39,7 @@ def schema() -> type:
 def _typed(field: Field[Any]) -> tuple[str, Any, Any]:
     """A field; one that is a configuration of its own may also be set to a string or a mapping."""
     nested = field.type in (OffloadConfig, LossScaleConfig | None)
-    copy = make_field(default=field.default, default_factory=field.default_factory)  # type: ignore[call-overload]
+    copy = make_field(default=field.default, default_factory=field.default_factory)
     return field.name, Any if nested else field.type, copy
 
 
@@ -76,21 +75,17 @@ def hints(config_name: str, given: list[str]) -> Iterator[str]:
     overrides = [each for each in OverridesParser.create().parse_overrides(given) if not each.is_add()]
     GlobalHydra.instance().clear()
     with initialize_config_module(CONF, version_base="1.3"):
-        groups = [_group(each) for each in overrides]
-        choices = [f"{_group(each)}={each.value()}" for each in overrides if isinstance(each.value(), str)]
+        names = [each.get_key_element() for each in overrides]
+        choices = [str(each.input_line) for each in overrides if isinstance(each.value(), str)]
         known: dict[str, Any] = {}
         for choice in [None, *choices]:  # each alone, for one of them may be wrong
             with suppress(HydraException):
                 config = compose(config_name, [choice] if choice else [], return_hydra_config=True)
                 known |= dict.fromkeys([*config.hydra.runtime.choices, *_names(config)])
-    for name in groups:
+    for name in names:
         near = get_close_matches(name, known, n=1)
         if name not in known and not name.startswith("hydra") and near:
             yield f"Did you mean {near[0]}?"
-
-
-def _group(override: Override) -> str:
-    return override.get_key_element()
 
 
 def _names(config: DictConfig, prefix: str = "") -> Iterator[str]:
