@@ -23,7 +23,7 @@ APPS = {"examples/train_gpt.py": "config", "-m lightning_zero.train": "train"}
 TINY = [
     *("model.dim=32", "model.depth=2", "model.num_heads=1", "batch.sequence_length=32", "sample_bytes=10"),
     "sample_after=10",
-    *("+trainer.limit_train_batches=16", "+trainer.limit_val_batches=1", "trainer.max_epochs=2", "measured_steps=3"),
+    *("trainer.limit_train_batches=16", "trainer.limit_val_batches=1", "trainer.max_epochs=2", "measured_steps=3"),
 ]
 
 sys.path.insert(0, str(EXAMPLES))

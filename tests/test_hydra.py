@@ -1,4 +1,4 @@
-"""The configuration for Hydra: types, forms of offload, applications of a user's own, ``python -m lightning_zero.train``."""
+"""The configuration for Hydra: types, forms of offload, users' applications, ``python -m lightning_zero.train``."""
 
 import os
 import subprocess

@@ -91,8 +91,8 @@ def hints(config_name: str, given: list[str]) -> Iterator[str]:
 def _names(config: DictConfig, prefix: str = "") -> Iterator[str]:
     """All names that can be set, with dots."""
     for key in config:
-        yield f"{prefix}{key}"
+        yield f"{prefix}{key!s}"
         if not OmegaConf.is_missing(config, key) and not OmegaConf.is_interpolation(config, str(key)):
             value = config[key]
             if isinstance(value, DictConfig) and key != "hydra":
-                yield from _names(value, f"{prefix}{key}.")
+                yield from _names(value, f"{prefix}{key!s}.")
