@@ -20,7 +20,7 @@ def installed(tmp_path_factory):
         if name.split("/")[0] in ("lightning_zero", "conf") or "/" not in name:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
-    build = "import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1]); b.build_wheel(sys.argv[1])"
+    build = "import sys, setuptools.build_meta as b; to = sys.argv[1]; b.build_sdist(to); b.build_wheel(to)"
     subprocess.run([sys.executable, "-c", build, str(folder)], cwd=source, check=True, capture_output=True)
     (wheel,) = folder.glob("*.whl")
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", "--target"]
