@@ -62,7 +62,7 @@ def run_with_hints(application: Callable[[], Any], config_name: str) -> None:
     try:
         application()
     except SystemExit as end:
-        if end.code:
+        if end.code == 1:  # as Hydra ends
             given = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
             with suppress(HydraException):  # it has been shown
                 for hint in hints(config_name, given):
