@@ -1,7 +1,7 @@
 """Trains your own LightningModule: ``conf/train.yaml`` has all that can be set.
 
-python -m lightning_zero.train module=my_package.my_module:Lit zero=stage3 trainer.devices=2
-torchrun --nproc-per-node 2 -m lightning_zero.train module=my_package.my_module:Lit zero=stage3 trainer.devices=2
+    python -m lightning_zero.train module=my_package.my_module:Lit zero=stage3 trainer.devices=2
+    torchrun --nproc-per-node 2 -m lightning_zero.train module=my_package.my_module:Lit zero=stage3 trainer.devices=2
 
 A job starts its own ranks, in new processes, unless ``torchrun`` or ``srun`` has started them.
 """
