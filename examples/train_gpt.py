@@ -5,8 +5,9 @@
     python examples/train_gpt.py -m zero=stage1,stage2,stage3
     torchrun --nproc-per-node 2 examples/train_gpt.py zero=stage3
 
-A job starts its own ranks, in new processes (``launch.py``), unless ``torchrun`` has started them; a rank does what
-``fit.py`` says. Under ``torchrun`` there is neither a check of resuming nor a comparison, which take new processes.
+A job starts its own ranks, in new processes (``lightning_zero.launch``), unless ``torchrun`` has started them; a rank
+does what ``fit.py`` says. Under ``torchrun`` there is neither a check of resuming nor a comparison, which take new
+processes.
 """
 
 import os
@@ -15,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from fit import train
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from launch import RankFailed, run_as_rank, run_ranks, started_by_torchrun
 from omegaconf import DictConfig
 from report import compare_checkpoints, load, losses, table, verdict
 from text import language_reference, unigram_entropy
+
+from lightning_zero.config import TrainingConfig
+from lightning_zero.config.hydra import run_with_hints
+from lightning_zero.launch import run, run_ranks, started_elsewhere, world_size
 
 SPARE_STEPS = 10  # of a run that only measures: their times, too, go into the median
 
@@ -28,24 +32,24 @@ SPARE_STEPS = 10  # of a run that only measures: their times, too, go into the m
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
 def main(cfg: DictConfig) -> None:
     """One job: in a rank the training, otherwise the ranks, the checks and the report."""
-    if "LOCAL_RANK" in os.environ:
-        run_as_rank(run_rank, cfg)
-        return
+    complete(cfg.batch, world_size(cfg))
+    run(run_rank, run_job, cfg)
+
+
+def complete(batch: DictConfig, ranks: int) -> None:
+    """Of ``train_batch_size``, ``micro_batch_size`` and ``gradient_accumulation_steps``, set what follows."""
+    names = ("train_batch_size", "micro_batch_size", "gradient_accumulation_steps")
     try:
-        run_job(cfg)
-    except RankFailed as failed:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            print(f"\n{failed}", file=sys.stderr)
-            raise  # the sweep goes on and fails at its end
-        sys.exit(f"\n{failed}")
+        sizes = TrainingConfig(**{name: batch[name] for name in names}).batch(ranks)
+    except ValueError as wrong:
+        sys.exit(str(wrong))
+    batch.update(zip(names, sizes or (), strict=bool(sizes)))
 
 
 def run_rank(cfg: DictConfig) -> None:
     """The training; where ``torchrun`` has started the ranks, rank 0 reports, too."""
-    from fit import train  # only the ranks need Lightning, which takes seconds to import
-
     train(cfg)
-    if started_by_torchrun() and os.environ["RANK"] == "0":
+    if started_elsewhere() and os.environ["RANK"] == "0":
         report(cfg, {chosen(cfg): load(Path(cfg.output))})
 
 
@@ -53,7 +57,7 @@ def run_job(cfg: DictConfig) -> None:
     """Start the ranks; then resume, measure other strategies and report, as the configuration asks."""
     folder, choice = Path(cfg.output), chosen(cfg)
     print(f"Plan: {'; '.join(plan(cfg))}.\nFolder: {folder}", flush=True)
-    run_ranks(__file__, cfg, folder)
+    run_ranks([__file__], cfg, folder)
     runs = {choice: load(folder)}
     if cfg.check_resume:
         check_resume(cfg, folder, runs[choice])
@@ -88,7 +92,7 @@ def measure(cfg: DictConfig, name: str, folder: Path) -> dict[str, Any]:
     changes = {"trainer": {**cfg.trainer, **short}, "resume": None, "sample_bytes": 0}
     if name != chosen(cfg):
         changes["zero"] = hydra.compose("config", [f"zero={name}"]).zero
-    run_ranks(__file__, cfg, folder / name, **changes)
+    run_ranks([__file__], cfg, folder / name, **changes)
     return load(folder / name)
 
 
@@ -103,8 +107,8 @@ def report(cfg: DictConfig, runs: dict[str, dict[str, Any]]) -> None:
         )
         return
     print(f"\n{table(runs)}\n", flush=True)
-    for name, run in others:
-        print(verdict(choice, first, name, run), flush=True)
+    for name, other in others:
+        print(verdict(choice, first, name, other), flush=True)
 
 
 def check_resume(cfg: DictConfig, folder: Path, run: dict[str, Any]) -> None:
@@ -114,7 +118,7 @@ def check_resume(cfg: DictConfig, folder: Path, run: dict[str, Any]) -> None:
         return
     start, end = checkpoints[-2:]
     print(f"\nResuming from {start.name} in new processes:", flush=True)
-    run_ranks(__file__, cfg, folder / "resumed", resume=str(start), sample_bytes=0)
+    run_ranks([__file__], cfg, folder / "resumed", resume=str(start), sample_bytes=0)
     values = [each["losses"].get("val_loss") for each in (run, load(folder / "resumed"))]
     print(f"\n{end.name} as the first run wrote it and as the resumed run did:")
     print(f"  validation loss: {values[0]} and {values[1]}")
@@ -123,4 +127,4 @@ def check_resume(cfg: DictConfig, folder: Path, run: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_with_hints(main, "config")

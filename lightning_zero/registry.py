@@ -5,6 +5,7 @@ other. Each gets a strategy class of its own, made from the same methods.
 """
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.abc import MetaPathFinder
@@ -72,29 +73,41 @@ def register(namespace: str) -> None:
 
 
 def register_everywhere() -> None:
-    """Register with ``lightning.pytorch``, and with ``pytorch_lightning`` once the program has imported it."""
+    """Register with ``lightning.pytorch``, and once the program has imported them with the others that we are for."""
     register("lightning.pytorch")
-    if "pytorch_lightning" in sys.modules:
-        register("pytorch_lightning")
-    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
+    for name, action in (("pytorch_lightning", register), ("hydra", _register_with_hydra)):
+        if name in sys.modules:
+            action(name)
+        elif not any(isinstance(finder, _AfterImport) and finder.name == name for finder in sys.meta_path):
+            sys.meta_path.insert(0, _AfterImport(name, action))
+
+
+def _register_with_hydra(_: str) -> None:
+    import_module("lightning_zero.config.hydra").register_with_hydra()
 
 
 class _AfterImport(MetaPathFinder):
-    """Registers with ``pytorch_lightning`` at the end of its import, which would cost other programs seconds."""
+    """Registers with a package at the end of its import, which would cost other programs up to seconds."""
+
+    def __init__(self, name: str, action: Callable[[str], None]) -> None:
+        self.name, self.action = name, action
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """The module as other finders see it, with a loader that registers afterwards."""
-        if name != "pytorch_lightning":
+        if name != self.name:
             return None
         sys.meta_path.remove(self)
-        spec = find_spec(name)
+        try:
+            spec = find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)  # for who asks may not be who imports
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 load(module)
-                register(name)
+                sys.meta_path.remove(self)
+                self.action(name)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -14,18 +14,20 @@ from harness import environment
 from hydra import compose, initialize_config_dir
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from lightning_zero import launch
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES, CONF = ROOT / "examples", ROOT / "conf"
 GROUPS = sorted(CONF.glob("*/*.yaml"))
+APPS = {"examples/train_gpt.py": "config", "-m lightning_zero.train": "train"}
 TINY = [
     *("model.dim=32", "model.depth=2", "model.num_heads=1", "batch.sequence_length=32", "sample_bytes=10"),
     "sample_after=10",
-    *("+trainer.limit_train_batches=16", "+trainer.limit_val_batches=1", "trainer.max_epochs=2", "measured_steps=3"),
+    *("trainer.limit_train_batches=16", "trainer.limit_val_batches=1", "trainer.max_epochs=2", "measured_steps=3"),
 ]
 
 sys.path.insert(0, str(EXAMPLES))
 import bigger_than_memory  # noqa: E402
-import launch  # noqa: E402
 import report  # noqa: E402
 from one_batch import Run  # noqa: E402
 from text import language_reference, unigram_entropy  # noqa: E402
@@ -226,11 +228,17 @@ def test_formulas_are_those_of_the_paper(stage, accumulate, whole, shared):
 def test_a_group_composes_and_its_header_says_how_to_use_it(path):
     choice = f"{path.parent.name}={path.stem}"
     header = [line for line in path.read_text().splitlines() if line.startswith("#")]
-    commands = [line.removeprefix("#").split() for line in header if "train_gpt.py" in line]
+    commands = [line.removeprefix("#").split() for line in header if line.startswith("#   python")]
     assert any(choice in command for command in commands), f"the header of {path} has no command with {choice}"
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        for command in commands:
-            assert path.parent.name in compose("config", command[2:])
+        for _, *program, in_app in map(split_command, commands):
+            compose(APPS[" ".join(program)], in_app)
+
+
+def split_command(words):
+    """``python``, the program and a list of its arguments."""
+    end = 3 if words[1] == "-m" else 2
+    return [*words[:end], words[end:]]
 
 
 def test_readme_names_every_file():
