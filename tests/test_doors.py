@@ -63,6 +63,7 @@ def by_json(stage):
 
 
 def by_cli(stage):
+    """The command line."""
     name = "--trainer.strategy"
     arguments = [
         f"{name}=lightning_zero.ZeroStrategy",
@@ -76,11 +77,7 @@ def by_cli(stage):
         f"{name}.optimizer={json.dumps(ADAM)}",
         f"{name}.scheduler={json.dumps(WARM)}",
     ]
-    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
-    cli = LightningCLI(
-        Seeing, run=False, args=arguments, save_config_callback=None, trainer_defaults=quiet, seed_everything_default=0
-    )
-    return cli.trainer.strategy
+    return arguments
 
 
 DOORS = [by_keywords, by_hydra, by_json, by_cli]
@@ -89,10 +86,15 @@ DOORS = [by_keywords, by_hydra, by_json, by_cli]
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_four_descriptions_of_a_run_are_one_run(tmp_path, stage):
     def body(rank, world_size, door):
-        strategy = door(stage)
+        made = trainer(rank, world_size, tmp_path, "ddp" if door is by_cli else door(stage))
         module = Seeing()
-        trainer(rank, world_size, tmp_path, strategy, max_epochs=1).fit(module, DataLoader(Samples(), batch_size=8))
-        return strategy.resolved(), weights(module), module.steps
+        if door is by_cli:
+            quiet = {"accelerator": "cpu", "devices": world_size, "max_epochs": 1, "default_root_dir": str(tmp_path)}
+            quiet |= {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+            cli = LightningCLI(Seeing, None, None, trainer_defaults=quiet, run=False, args=door(stage))
+            made, module = cli.trainer, cli.model
+        made.fit(module, DataLoader(Samples(), batch_size=8))
+        return made.strategy.resolved(), weights(module), module.steps
 
     runs = [run_ranks(body, 2, door) for door in DOORS]
     resolved, trained, steps = runs[0][0]
