@@ -27,7 +27,9 @@ class ZeroMonitor(Callback):
     ``zero/{gather,reduce,step}_seconds``            seconds per optimizer step spent waiting for gathers and for
                                                      reductions, and in the optimizer
     ``zero/grad_norm``, ``zero/grad_norm_clipped``   global 2-norm of the gradients before and after clipping
-    ``zero/loss_scale``, ``zero/skipped_steps``      under fp16: the loss scale, and how many steps have overflown
+    ``zero/loss_scale``                              under fp16
+    ``zero/skipped_steps``                           under fp16 and with ``nonfinite_gradients="skip"``: how many steps
+                                                     have been left out since their gradients were not finite
     ===============================================  ==================================================================
 
     Per-step values are means since the last time. The norm is computed for the steps that are logged.
@@ -110,6 +112,7 @@ class ZeroMonitor(Callback):
             metrics |= dict.fromkeys(("grad_norm", "grad_norm_clipped"), self._norm.item())
         if strategy.precision_plugin.scaler is not None:
             metrics["loss_scale"] = strategy.precision_plugin.scaler.get_scale()
+        if strategy.precision_plugin.scaler is not None or strategy.config.nonfinite_gradients == "skip":
             metrics["skipped_steps"] = float(strategy.precision_plugin.skipped_steps)
         return {f"zero/{key}": value for key, value in metrics.items()}
 

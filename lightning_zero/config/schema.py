@@ -106,8 +106,10 @@ class ZeroConfig:
     """
 
     nonfinite_gradients: str = "warn"
-    """What to do with the first gradient that is infinite or NaN, before it changes a weight: ``warn`` or ``raise``;
-    the message names parameter, rank and step. Under loss scaling (fp16) the step is skipped, as always.
+    """What to do with a gradient that is infinite or NaN, before it changes a weight. ``warn``: the first one is told;
+    ``raise``: it is an error; ``skip``: each step with one is left out on all ranks, and the first one is told
+    (DeepSpeed's ``bf16.check_grad_overflow``). The message names parameter, rank and step. Under loss scaling (fp16)
+    the step is skipped, as always.
     """
 
     unit_classes: tuple[str, ...] = ()
@@ -183,8 +185,8 @@ class ZeroConfig:
         for name in ("master_dtype", "gradient_dtype"):
             if getattr(self, name) not in (None, *DTYPES):
                 raise ValueError(f"{name}={getattr(self, name)!r} is none of None, {', '.join(map(repr, DTYPES))}.")
-        if self.nonfinite_gradients not in ("warn", "raise"):
-            raise ValueError(f"nonfinite_gradients={self.nonfinite_gradients!r} is neither 'warn' nor 'raise'.")
+        if self.nonfinite_gradients not in ("warn", "raise", "skip"):
+            raise ValueError(f"nonfinite_gradients={self.nonfinite_gradients!r} is none of 'warn', 'raise', 'skip'.")
         for name in ("min_unit_bytes", "max_unit_bytes", "persistence_threshold", "prefetch", "tile_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:

@@ -22,7 +22,7 @@ class Clipper:
         close_window: reduces what is still only summed.
         watch: knows whether a reduction has met an infinite or NaN gradient.
         comm: the ranks.
-        raises: whether such a gradient is an error in the step, or a warning.
+        nonfinite: what such a gradient is: ``warn``, ``raise`` or ``skip``.
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class Clipper:
         close_window: Callable[[], None],
         watch: Watch,
         comm: Communicator,
-        raises: bool,
+        nonfinite: str,
     ) -> None:
         self._sharded, self._close_window = sharded, close_window
-        self._watch, self._comm, self._raises = watch, comm, raises
+        self._watch, self._comm, self._policy = watch, comm, nonfinite
         self._warned = False
         self.norm: GradientNorm | None = None
         """The norm before and after the last clipping by norm."""
@@ -79,27 +79,56 @@ class Clipper:
         overflow = torch.tensor([overflows], dtype=torch.uint8, device="cpu")
         self._comm.all_reduce(overflow, "max", "overflow").wait()
         names = self._nonfinite(optimizer) if overflow.item() else None
-        self._watch.clear()
+        self._forget(optimizer)
         return names
+
+    def to_skip(self, optimizer: Optimizer) -> str | None:
+        """Whether the step is to be skipped, without a loss scale: the same on all ranks, and a warning the first time.
+
+        Returns:
+            None if it is not; otherwise which gradients are not finite, in words.
+        """
+        if self._policy != "skip":
+            return None
+        self._close_window()
+        if not self._watch.everywhere:
+            return None
+        names = self._nonfinite(optimizer)
+        self._forget(optimizer)
+        if names:
+            self._warn(
+                f"{self._step()}: the gradient of {names} is not finite. The step is left out on all ranks, and so will"
+                " be others like it, without another warning: see the precision plugin's skipped_steps."
+            )
+        return names or None
 
     def check_finite(self, optimizer: Optimizer) -> None:
         """Report gradients that are not finite, if a reduction has met one and the user has not mended it since.
+        Nothing is left to report where such steps are skipped.
 
         Raises:
             RuntimeError: there is one, and the configuration wants that to be an error.
         """
-        if not self._watch.everywhere:
+        if not self._watch.everywhere or self._policy == "skip":
             return
         names = "" if self._warned else self._nonfinite(optimizer)
-        self._watch.clear()
+        self._forget(optimizer)
         if not names:
             return
         text = f"{self._step()}: the gradient of {names} is not finite. No weight has changed yet."
-        if self._raises:
+        if self._policy == "raise":
             raise RuntimeError(text)
+        self._warn(f"{text} The step goes on, and weights will not be finite after it.")
+
+    def _warn(self, text: str) -> None:
+        if not self._warned and self._comm.rank == 0:
+            warnings.warn(text, stacklevel=3)
         self._warned = True
-        if self._comm.rank == 0:
-            warnings.warn(f"{text} The step goes on, and weights will not be finite after it.", stacklevel=2)
+
+    def _forget(self, optimizer: Optimizer) -> None:
+        """The gradients of this optimizer have been looked at."""
+        if self._watch.everywhere:
+            self._watch.forget(self._sharded(optimizer).names())
 
     def _step(self) -> str:
         return f"Step {self._comm.peers.step}"

@@ -83,8 +83,8 @@ class Engine:
             self.units, comm, self.pool, row.reduce_at == "window", config.min_unit_bytes, self.record
         )
         self.reducer.begin_own = self._begin_own_backward
-        raises = config.nonfinite_gradients == "raise"
-        self.clipper = Clipper(self.sharded, self._close_window, self.reducer.watch, comm, raises)
+        nonfinite = config.nonfinite_gradients
+        self.clipper = Clipper(self.sharded, self._close_window, self.reducer.watch, comm, nonfinite)
         self.buffers = Buffers(module, comm, config.broadcast_buffers)
         self.uneven = Uneven(self.units, self.residency, comm, self.buffers.share)
         uses_net = config.saved_tensors_hooks and any(unit.sharded for unit in self.units)

@@ -14,7 +14,7 @@ Findings = dict[str, set[int]]
 
 
 class Watch:
-    """Keeps what one rank has noticed since :meth:`clear`."""
+    """Keeps what one rank has noticed, until :meth:`forget`."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -23,11 +23,10 @@ class Watch:
         self.found: Findings = {}
         self._unread: list[tuple[Flat, Tensor]] = []
 
-    def clear(self) -> None:
-        """Forget everything: the gradients are gone."""
-        self.everywhere = False
-        self.found = {}
-        self._unread = []
+    def forget(self, names: set[str]) -> None:
+        """What these parameters' gradients were has been acted upon. Collective; others' are still to be looked at."""
+        self.found = {name: ranks for name, ranks in self.found.items() if name not in names}
+        self.everywhere = any(self.comm.collect(bool(self.found)))
 
     def look(self, flat: Flat, total: Tensor, parts: list[Tensor]) -> None:
         """A shard has been reduced: the mean of ``parts`` (by rank), whose elements add up to ``total``."""
@@ -57,11 +56,12 @@ class Watch:
                 self.found.setdefault(name, set()).update(ranks)
 
     def report(self, names: set[str]) -> str:
-        """In words, what any rank has found of the parameters ``names``. Collective."""
+        """In words, what any rank has found of the parameters ``names``; if it is nothing, those. Collective."""
         merged: Findings = {}
         for found in self.comm.collect({name: ranks for name, ranks in self.found.items() if name in names}):
             for name, ranks in found.items():
                 merged.setdefault(name, set()).update(ranks)
+        merged = merged or {name: set() for name in names}
         words = [f"{name!r}{_on(ranks)}" for name, ranks in sorted(merged.items())]
         more = f" and {len(words) - 3} more" if len(words) > 3 else ""
         return ", ".join(words[:3]) + more

@@ -101,6 +101,11 @@ class ShardedOptimizer:
         cuts = [start, *range(start - start % size + size, stop, size), stop]
         return list(zip(cuts, cuts[1:], strict=False))
 
+    def names(self) -> set[str]:
+        """The names of its parameters."""
+        params = (param for group in self.optimizer.param_groups for param in group["params"])
+        return {flat.names[index] for flat, index in (self.homes[id(p)] for p in params if id(p) in self.homes)}
+
     def gradients(self) -> Gradients:
         """The gradients that the optimizer would step with."""
         return Gradients(self.optimizer, self.homes)

@@ -190,6 +190,8 @@ class Reducer:
             if flats:
                 self._launch(unit, flats)
         self._finish_all()
+        if late:
+            self.watch.everywhere |= self._everywhere([self.watch.noticed()], "end of late reductions")[0]
         self._order.freeze()
         self._hand_out(present)
         self.collector.window_open = False

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from lightning_zero.config.training import LossScaleConfig
 from lightning_zero.engine import Engine
 from lightning_zero.precision.dtypes import HALF, MIXED, already_half, compute_dtype, convert_buffers, rounded_layers
+from lightning_zero.precision.scaler import is_fixed, is_lowest, scaler_of
 from lightning_zero.precision.schedulers import hold, let_go
 
 if TYPE_CHECKING:
@@ -29,8 +31,7 @@ _REFUSED = {
     "XLAPrecision",
 }
 
-LOWEST_SCALE = 1.0
-"""Loss scale below which fp16 cannot be saved by another skip (DeepSpeed's ``min_loss_scale``)."""
+_SCALED = ("16-mixed", "16-true")
 
 
 class ZeroPrecision(_Precision):
@@ -41,18 +42,29 @@ class ZeroPrecision(_Precision):
 
     engine: Engine | None = None
     scaler: torch.amp.GradScaler | None = None
+    loss_scale: LossScaleConfig | None = None
+    """How the loss scale of ``16-mixed`` and ``16-true`` moves; None: as the scaler says that is there."""
     plain_class: type[_Precision]
     skipped_steps = 0
-    """How many steps have been skipped because gradients overflew."""
+    """How many steps have been skipped because gradients were not finite."""
     _undo_buffers: Callable[[], None] | None = None
 
     def attach(self, engine: Engine, device: torch.device) -> None:
-        """Serve a run on ``device``."""
+        """Serve a run on ``device``.
+
+        Raises:
+            ValueError: the user has given both ``loss_scale`` and a scaler.
+        """
         self.engine = engine
         if hasattr(self, "device"):  # the Trainer guesses "cuda" where the accelerator is given as an object
             self.device = device.type
-        if self.precision == "16-true" and self.scaler is None:
-            self.scaler = torch.amp.GradScaler(device.type)
+        self._make_scaler(device.type)
+
+    def _make_scaler(self, device: str) -> None:
+        if self.loss_scale is not None and self.precision in _SCALED:
+            self.scaler = scaler_of(self.loss_scale, self.scaler, device)
+        elif self.precision == "16-true" and self.scaler is None:
+            self.scaler = torch.amp.GradScaler(device)
 
     def detach(self) -> None:
         """End of the run: buffers get the dtype back that the user gave them."""
@@ -128,7 +140,7 @@ class ZeroPrecision(_Precision):
         output = closure()
         # as Lightning: no output, no backward
         scaler = None if output is None and module.automatic_optimization else self.scaler
-        overflow = self._unscale(scaler, optimizer) if scaler is not None else None
+        overflow = self._overflow(scaler, optimizer)
         self._after_closure(module, optimizer)
         if overflow is None:
             self.engine.step(raw_optimizer(optimizer), **options)
@@ -138,20 +150,27 @@ class ZeroPrecision(_Precision):
             if getattr(scheduler, "optimizer", None) is raw_optimizer(optimizer):
                 hold(scheduler)
         if scaler is not None and scaler._scale is not None:
+            scale, fails = scaler.get_scale(), overflow is not None and is_lowest(scaler)
             scaler.update()
-            if overflow is not None and scaler.get_scale() < LOWEST_SCALE:
+            if fails:
                 raise RuntimeError(
-                    f"Step {self.engine.steps}: the gradient of {overflow} is not finite at a loss scale of "
-                    f"{scaler.get_scale() / scaler.get_backoff_factor()}, and a lower one does not help: the loss "
-                    "itself is too large or NaN. "
+                    f"Step {self.engine.steps}: the gradient of {overflow} is not finite at a loss scale of {scale}, "
+                    "and a lower one does not help: the loss itself is too large or NaN. "
                     "Look for the first layer whose output is not finite, or use precision='bf16-mixed'."
+                )
+            if overflow is not None and is_fixed(scaler) and self.skipped_steps == 1:
+                rank_zero_warn(
+                    f"Step {self.engine.steps}: the gradient of {overflow} is not finite at the fixed loss scale of "
+                    f"{scale}. The step is skipped, and so will be others like it, without another warning."
                 )
         return output
 
-    def _unscale(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> str | None:
-        """Unscale on the shards; returns which gradients have overflown, on whatever rank."""
-        if self.engine is None or scaler._scale is None:
+    def _overflow(self, scaler: torch.amp.GradScaler | None, optimizer: Optimizer) -> str | None:
+        """Unscale on the shards; returns which gradients the step is to be skipped for, on whatever rank."""
+        if self.engine is None:
             return None
+        if scaler is None or scaler._scale is None:
+            return self.engine.clipper.to_skip(raw_optimizer(optimizer))
         overflow = self.engine.clipper.unscale_(raw_optimizer(optimizer), scaler.get_scale())
         # what GradScaler.unscale_ would have noted, for its update()
         state = scaler._per_optimizer_states[id(optimizer)]
@@ -187,8 +206,8 @@ class ZeroPrecision(_Precision):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with a saved loss scale."""
-        if self.precision == "16-true" and state_dict and self.scaler is None:
-            self.scaler = torch.amp.GradScaler("cpu")
+        if state_dict and self.engine is None:
+            self._make_scaler("cpu")
         if self.scaler is None:
             super().load_state_dict(state_dict)
         elif state_dict:
