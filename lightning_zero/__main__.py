@@ -7,8 +7,8 @@ python -m lightning_zero config ds_config.json --ranks 8     # and the batch siz
 import argparse
 import sys
 
-from lightning_zero.config import settings_from
 from lightning_zero.config.deepspeed import table, translate
+from lightning_zero.training import settings_of
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _explain(path: str, ranks: int | None) -> None:
     print(table(translate(path)))
-    settings = settings_from({}, path)
+    settings = settings_of({}, path)
     print(f"\n{settings.describe()}")
     sizes = settings.training.batch(ranks) if ranks else None
     if sizes is not None:

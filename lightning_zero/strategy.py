@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero import between_steps, host
-from lightning_zero.config import Given, settings_from, with_settings
+from lightning_zero.config import Given, with_settings
 from lightning_zero.configured import ConfiguredMethods
 from lightning_zero.engine import Communicator, Engine, PeerError, check_elementwise
 from lightning_zero.engine.life import ParamState
@@ -22,7 +22,7 @@ from lightning_zero.engine.norm import GradientNorm
 from lightning_zero.precision import ZeroPrecision, adapt, raw_optimizer
 from lightning_zero.saving import CheckpointMethods, LocalCheckpointIO, is_stand_in
 from lightning_zero.steps import StepMethods
-from lightning_zero.training import hidden_size
+from lightning_zero.training import hidden_size, settings_of
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -53,7 +53,7 @@ class ZeroMethods(ConfiguredMethods, StepMethods, CheckpointMethods):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **settings: Any,
     ) -> None:
-        self._settings = settings_from(settings if stage is None else {"stage": stage, **settings}, config)
+        self._settings = settings_of(settings if stage is None else {"stage": stage, **settings}, config)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

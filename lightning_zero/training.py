@@ -4,7 +4,7 @@ Where the Trainer says something else, that is an error that names both places.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.data import _get_dataloader_init_args_and_kwargs, _reinstantiate_wrapped_cls
@@ -14,12 +14,32 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_zero.config import Settings
-from lightning_zero.optimizers import make_optimizer
-from lightning_zero.schedules import make_scheduler
+from lightning_zero.config import Given, Settings, settings_from
+from lightning_zero.optimizers import check_optimizer, make_optimizer
+from lightning_zero.schedules import check_scheduler, make_scheduler
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+
+
+def settings_of(keywords: Mapping[str, Any], config: Given | None) -> Settings:
+    """What keywords and a DeepSpeed configuration say, checked as far as that goes without a Trainer.
+
+    Raises:
+        TypeError, ValueError, FileNotFoundError: see :func:`lightning_zero.config.settings_from`; or optimizer or
+            scheduler are unknown, or have no such parameters.
+    """
+    settings = settings_from(keywords, config)
+    for chosen, check in (
+        (settings.training.optimizer, check_optimizer),
+        (settings.training.scheduler, check_scheduler),
+    ):
+        if chosen is not None:
+            try:
+                check(chosen)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{settings.source}: {error}") from None
+    return settings
 
 
 def apply_to_trainer(trainer: "Trainer", settings: Settings) -> None:

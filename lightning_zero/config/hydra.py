@@ -32,6 +32,7 @@ def schema() -> type:
     target = [
         ("_target_", str, make_field(default="lightning_zero.ZeroStrategy")),
         ("_convert_", str, make_field(default="all")),  # lists and dicts, not OmegaConf's
+        ("config", Any, make_field(default=None)),  # a DeepSpeed configuration
     ]
     return make_dataclass("ZeroStrategySettings", target + [*map(_typed, fields(ZeroConfig) + fields(TrainingConfig))])
 

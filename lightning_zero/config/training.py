@@ -41,6 +41,8 @@ class LossScaleConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"loss_scale: {name}={value!r} must be a whole number, {least} or more.")
+        if self.initial_scale_power > 127:
+            raise ValueError(f"loss_scale: initial_scale_power={self.initial_scale_power}: 2**128 is infinite in fp32.")
         if not _is_number(self.loss_scale) or self.loss_scale < 0:
             raise ValueError(f"loss_scale: loss_scale={self.loss_scale!r} must be a finite number, 0 or more.")
         if not _is_number(self.min_loss_scale) or self.min_loss_scale <= 0:

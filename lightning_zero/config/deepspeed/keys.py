@@ -28,7 +28,7 @@ _OPTIMIZER = [
 _PRECISION = [
     Row("fp16.enabled", T, "precision: 16-true unless the Trainer says 16-mixed", convert=flag, auto=True),
     Row("fp16.loss_scale", H, "0: dynamic", "loss_scale.loss_scale", number),
-    Row("fp16.initial_scale_power", H, "", "loss_scale.initial_scale_power", whole(0)),
+    Row("fp16.initial_scale_power", H, "2 to the power of it, 127 at most", "loss_scale.initial_scale_power", whole(0)),
     Row("fp16.loss_scale_window", H, "", "loss_scale.loss_scale_window", whole(1)),
     Row("fp16.hysteresis", H, "", "loss_scale.hysteresis", whole(1)),
     Row("fp16.consecutive_hysteresis", H, "", "loss_scale.consecutive_hysteresis", flag),
