@@ -89,7 +89,8 @@ class ConfiguredMethods(_Base):
         settings = self._settings
         from_deepspeed = settings.translation is not None
         adapted = adapt(choose(plugin, settings.training.precision, from_deepspeed, settings.source))
-        adapted.loss_scale = settings.training.loss_scale
+        if settings.training.loss_scale is not None:
+            adapted.loss_scale = settings.training.loss_scale
         return adapted
 
     def connect(self, model: "LightningModule") -> None:

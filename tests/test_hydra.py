@@ -82,7 +82,7 @@ def run(*arguments, cwd, path=ROOT):
 def test_a_stage_has_every_setting_with_its_default(stage):
     made = strategy(f"zero=stage{stage}")
     assert made.config == type(made.config)(stage=stage)
-    assert set(composed(f"zero=stage{stage}").zero) == {"_target_", "_convert_", *ZERO, *TRAINING}
+    assert set(composed(f"zero=stage{stage}").zero) == {"_target_", "_convert_", "config", *ZERO, *TRAINING}
 
 
 @pytest.mark.parametrize(
