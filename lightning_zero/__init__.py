@@ -7,17 +7,19 @@ offload: ``zero1_offload``, ``zero2_offload``, ``zero3_offload`` and ``zero3_nvm
 __version__ = "0.1.0"
 
 from lightning_zero.callbacks import ZeroMonitor
-from lightning_zero.config import OffloadConfig, ZeroConfig
+from lightning_zero.config import LossScaleConfig, OffloadConfig, TrainingConfig, ZeroConfig
 from lightning_zero.engine import PeerError, Tier, TierArray, TierError, Transfer, gathered
 from lightning_zero.registry import register_everywhere
 from lightning_zero.strategy import ZeroStrategy
 
 __all__ = [
+    "LossScaleConfig",
     "OffloadConfig",
     "PeerError",
     "Tier",
     "TierArray",
     "TierError",
+    "TrainingConfig",
     "Transfer",
     "ZeroConfig",
     "ZeroMonitor",

@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_zero.config import Given, Settings, settings_from
-from lightning_zero.optimizers import check_optimizer, make_optimizer
-from lightning_zero.schedules import check_scheduler, make_scheduler
+from lightning_zero.optim import check_optimizer, check_scheduler, make_optimizer, make_scheduler
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

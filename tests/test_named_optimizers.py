@@ -12,8 +12,8 @@ from torch import nn, optim
 from lightning_zero.config import TrainingConfig
 from lightning_zero.engine import check_elementwise
 from lightning_zero.engine.elementwise import STOCK, check_state_moves, takes_one_by_one
-from lightning_zero.lion import Lion
-from lightning_zero.optimizers import check_optimizer, make_optimizer
+from lightning_zero.optim.lion import Lion
+from lightning_zero.optim.optimizers import check_optimizer, make_optimizer
 
 
 class Module(nn.Linear):

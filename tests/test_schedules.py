@@ -11,8 +11,8 @@ import torch
 from torch.optim import lr_scheduler
 
 from lightning_zero.config import TrainingConfig
+from lightning_zero.optim.schedules import CLASSES, REFUSED, check_scheduler, make_scheduler
 from lightning_zero.precision.schedulers import hold
-from lightning_zero.schedules import CLASSES, REFUSED, check_scheduler, make_scheduler
 
 STEPS = 12
 STAIRS = {"cycle_second_step_size": 6, "cycle_first_stair_count": 2, "cycle_second_stair_count": 3}

@@ -98,11 +98,13 @@ def is_plain(module):
 
 def test_public_names():
     assert lightning_zero.__all__ == [
+        "LossScaleConfig",
         "OffloadConfig",
         "PeerError",
         "Tier",
         "TierArray",
         "TierError",
+        "TrainingConfig",
         "Transfer",
         "ZeroConfig",
         "ZeroMonitor",

@@ -10,7 +10,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_zero.config.names import nearest
-from lightning_zero.deepspeed_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from lightning_zero.optim.deepspeed_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 _FUNCTIONS = "it needs functions"
 _OTHERS = "it is made of other schedulers"

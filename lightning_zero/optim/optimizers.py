@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.config.names import nearest
 from lightning_zero.engine.elementwise import REASONS, STOCK
-from lightning_zero.lion import Lion
+from lightning_zero.optim.lion import Lion
 
 CLASSES: dict[str, type[Optimizer]] = {**{cls.__name__: cls for cls in STOCK}, "Lion": Lion}
 
