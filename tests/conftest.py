@@ -56,3 +56,10 @@ def fork_safe():
     assert torch.get_num_threads() == 1, "a test has changed the number of threads"
     assert not torch.cuda.is_initialized(), "a test has started CUDA in the process that forks the ranks"
     assert not torch.distributed.is_initialized(), "a test has left a process group behind"
+
+
+@pytest.fixture(autouse=True)
+def same_environment():
+    """Fail loudly when a test leaves variables behind by which a script would take itself for a rank."""
+    yield
+    assert "LOCAL_RANK" not in os.environ, "a test has made this process a rank"

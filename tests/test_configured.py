@@ -194,7 +194,8 @@ def test_contradictions_name_both_places_on_all_ranks(tmp_path, settings, said, 
     assert run_ranks(body, 2) == [True, True]
 
 
-def test_precisions_that_contradict_are_refused_when_the_trainer_is_made(tmp_path):
+@distributed(world_size=1)
+def test_precisions_that_contradict_are_refused_when_the_trainer_is_made(rank, world_size, tmp_path):
     for config, precision in (({"bf16": {"enabled": True}}, "16-true"), ({"fp16": {"enabled": True}}, "bf16-true")):
         with pytest.raises(ValueError, match=rf"precision=.*{precision}.* contradict one another"):
             trainer(0, 1, tmp_path, ZeroStrategy(config=config), precision=precision)
@@ -215,7 +216,8 @@ def test_precisions_that_contradict_are_refused_when_the_trainer_is_made(tmp_pat
         ({"bf16": {"enabled": False}}, "bf16-mixed", "bf16-mixed"),
     ],
 )
-def test_precision_is_that_of_trainer_and_configuration(tmp_path, config, said, is_now):
+@distributed(world_size=1)
+def test_precision_is_that_of_trainer_and_configuration(rank, world_size, tmp_path, config, said, is_now):
     assert trainer(0, 1, tmp_path, ZeroStrategy(config=config), precision=said).precision == is_now
 
 
