@@ -167,7 +167,7 @@ def main() -> None:
     if trainer.is_global_zero:  # the module is whole again on every rank
         module.model.save_pretrained(arguments.output_dir)
         tokenizer.save_pretrained(arguments.output_dir)
-        prompt = tokenizer.decode(samples[0][: arguments.block_size // 2])
+        prompt = tokenizer.decode(samples[len(samples) // 2][: arguments.block_size // 2])
         compare(module.model, arguments.output_dir, prompt)
 
 
@@ -219,24 +219,25 @@ def check_optimizer(arguments: Arguments, strategy: ZeroStrategy) -> None:
             )
 
 
-@torch.no_grad()
-def generate(model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """The most likely tokens that follow the prompt."""
+def generate(model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[list[int], Tensor]:
+    """The most likely tokens that follow the prompt, and the logits that they were chosen by."""
     inputs = tokenizer(prompt, return_tensors="pt")
-    tokens = model.eval().generate(**inputs, max_new_tokens=40, do_sample=False)
-    return tokens[0, inputs["input_ids"].shape[1] :].tolist()
+    made = model.eval().generate(
+        **inputs, max_new_tokens=40, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    return made.sequences[0, inputs["input_ids"].shape[1] :].tolist(), torch.stack(made.logits)
 
 
 def compare(trained: nn.Module, folder: str, prompt: str) -> None:
     """Generate with the trained module and with what the folder holds; end with an error if they differ."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    found = {"trained": generate(trained, tokenizer, prompt), "loaded": generate(load(folder), tokenizer, prompt)}
-    print(f"\nprompt: {prompt!r}")
-    for name, tokens in found.items():
-        print(f"{name}: {tokenizer.decode(tokens)!r}")
-    if found["trained"] != found["loaded"]:
+    tokens, logits = generate(trained, tokenizer, prompt)
+    loaded_tokens, loaded_logits = generate(load(folder), tokenizer, prompt)
+    print(f"\nprompt: {prompt!r}\ntrained: {tokenizer.decode(tokens)!r}\nloaded: {tokenizer.decode(loaded_tokens)!r}")
+    if loaded_tokens != tokens:
         sys.exit(f"What from_pretrained loads from {folder} generates other tokens than the trained module.")
-    print(f"from_pretrained({folder!r}) generates the same {len(found['trained'])} tokens as the trained module.")
+    most = (loaded_logits - logits).abs().max()
+    print(f"from_pretrained({folder!r}) generates the same {len(tokens)} tokens; logits differ by at most {most:.2g}.")
 
 
 if __name__ == "__main__":
