@@ -1,183 +1,244 @@
-"""Train a causal language model of `transformers` with a DeepSpeed JSON and Hugging Face's names of arguments.
+"""Train a causal LM of ``transformers`` with a DeepSpeed configuration, and save it for ``from_pretrained``.
 
-    python examples/hf_causal_lm.py --deepspeed ds_config.json
-    python examples/hf_causal_lm.py --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --bf16
-    python examples/hf_causal_lm.py --model_name_or_path FOLDER --train_file TEXT --deepspeed ds.json --lora_rank 8
+    python examples/hf_causal_lm.py --deepspeed ds_config.json --output_dir out --devices 2
+    python examples/hf_causal_lm.py --deepspeed ds_config.json --output_dir lora --model_name_or_path out --lora_rank 8
+    torchrun --nproc-per-node 2 examples/hf_causal_lm.py --stage 3 --bf16 --output_dir out
 
-Without a model it trains a tiny Llama of random weights on bytes, without a file on the Python language reference. It
-ends with a folder that `from_pretrained` loads, and compares what the loaded model and the trained one write.
+Arguments have the names of Hugging Face's TrainingArguments. What is not given is left to the configuration; where
+both say something, and differ, that is an error. "auto" in it is what the arguments say.
+
+Without ``--model_name_or_path`` a small Llama with random weights learns bytes. At the end ``--output_dir`` holds the
+model in fp32, or the adapter of ``--lora_rank``, and the tokenizer. It is loaded from there, and the exit code is 0 if
+it generates the same tokens as the module that was trained.
 """
 
-import logging
+import os
 import sys
-import warnings
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from hf_data import byte_tokenizer, windows
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from text import language_reference
-from torch import Tensor
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, LlamaConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    LlamaConfig,
+    PreTrainedTokenizerBase,
+    get_linear_schedule_with_warmup,
+)
 
 from lightning_zero import ZeroStrategy
 
-TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-PROMPT, NEW_TOKENS = "The value of ", 24
+
+def said(words: str, default: Any = None) -> Any:
+    """A field with help for the command line."""
+    return field(default=default, metadata={"help": words})
 
 
 @dataclass
 class Arguments:
-    """What is not given is said by the DeepSpeed JSON, or is the default of the Trainer."""
+    """The command line."""
 
-    model_name_or_path: str | None = None
-    train_file: str | None = None
-    output_dir: str = "outputs/hf_causal_lm"
-    deepspeed: str | None = None
-    per_device_train_batch_size: int | None = None
-    gradient_accumulation_steps: int | None = None
-    max_grad_norm: float | None = None
-    learning_rate: float = 1e-3
-    weight_decay: float = 0.0
-    max_steps: int = 20
-    bf16: bool = False
-    fp16: bool = False
-    gradient_checkpointing: bool = False
-    lora_rank: int = 0
-    block_size: int = 64
-    devices: int = 2
-    seed: int = 0
+    output_dir: str = said("folder for model or adapter, and tokenizer", "hf_output")
+    deepspeed: str | None = said("DeepSpeed's JSON")
+    stage: int | None = said("of ZeRO, in the place of --deepspeed: 0, 1, 2 or 3 (3 where neither is given)")
+    model_name_or_path: str | None = said("what from_pretrained loads; without it a small Llama with random weights")
+    lora_rank: int = said("train an adapter of this rank; 0: train the model", 0)
+    gradient_checkpointing: bool = said("compute activations again in the backward", False)
+    train_file: str | None = said("UTF-8 text; without it Python's language reference")
+    block_size: int = said("tokens of a sample", 128)
+    per_device_train_batch_size: int | None = said("samples of a batch of one rank; 8 where the JSON says nothing")
+    gradient_accumulation_steps: int | None = said("batches of a step")
+    num_train_epochs: int = said("passes over the text", 1)
+    max_steps: int = said("optimizer steps, in the place of --num_train_epochs if above 0", -1)
+    learning_rate: float | None = said("of AdamW; 5e-5 where the JSON says nothing")
+    weight_decay: float | None = said("of AdamW; 0 where the JSON says nothing")
+    warmup_steps: int | None = said("steps in which the learning rate rises before it falls; 0 where nothing is said")
+    max_grad_norm: float | None = said("gradients are clipped to this global norm")
+    bf16: bool = said("forward and backward in bf16, weights and optimizer in fp32", False)
+    fp16: bool = said("the same with fp16, and a loss scale", False)
+    seed: int = said("of weights and of the order of samples", 42)
+    devices: str = said("ranks on this machine", os.environ.get("LOCAL_WORLD_SIZE", "auto"))
+    logging_steps: int = said("print the loss at every so many steps, and at the first one", 10)
 
 
 class CausalLM(LightningModule):
-    """A model of `transformers`, as it is."""
+    """A model of ``transformers`` in a LightningModule that knows nothing of ZeRO."""
 
-    def __init__(self, args: Arguments) -> None:
+    def __init__(
+        self, arguments: Arguments, vocabulary: int, learning_rate: float, weight_decay: float, warmup_steps: int
+    ) -> None:
         super().__init__()
-        # where "auto" of a DeepSpeed JSON looks
-        self.save_hyperparameters({"learning_rate": args.learning_rate, "weight_decay": args.weight_decay})
-        self.model = load(args)
-        self.losses: list[float] = []
+        self.save_hyperparameters("learning_rate", "weight_decay", "warmup_steps")  # where "auto" is looked up
+        self.arguments, self.vocabulary = arguments, vocabulary
+        self.losses: list[Tensor] = []
+
+    def configure_model(self) -> None:
+        """Weights come from the folder, on every rank, or are random and made where ZeRO wants them."""
+        path = self.arguments.model_name_or_path
+        model = random_llama(self.vocabulary) if path is None else load(path)
+        if self.arguments.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+        if self.arguments.lora_rank:
+            rank = self.arguments.lora_rank
+            model = get_peft_model(
+                model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+            )
+        self.model = model.train()  # from_pretrained gives it in eval mode, which Lightning would keep
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW, with the schedule of Hugging Face's Trainer. What the JSON has of the two goes before."""
+        wanted = self.hparams
+        trained = [p for p in self.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=wanted.learning_rate, weight_decay=wanted.weight_decay)
+        total = int(self.trainer.estimated_stepping_batches)
+        scheduler = get_linear_schedule_with_warmup(optimizer, wanted.warmup_steps, total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
-        self.losses.append(loss.item())
-        self.log("loss", loss, prog_bar=True)
+        loss = self.model(input_ids=batch, labels=batch, use_cache=False).loss
+        self.losses.append(loss.detach())
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        trained = [param for param in self.parameters() if param.requires_grad]
-        return torch.optim.AdamW(trained, lr=self.hparams.learning_rate, weight_decay=self.hparams.weight_decay)
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Print the mean loss of all samples of the step."""
+        step, loss = self.trainer.global_step + 1, torch.stack(self.losses).mean()
+        self.losses.clear()
+        if step == 1 or step % self.arguments.logging_steps == 0:
+            loss = self.trainer.strategy.reduce(loss, reduce_op="mean")
+            rate = optimizer.param_groups[0]["lr"]
+            self.print(f"step {step}: loss {loss:.4f}, learning rate {rate:.3g}", flush=True)
 
 
-def load(args: Arguments) -> Any:
-    """The model, with LoRA's adapters if there are to be any."""
-    if args.model_name_or_path is None:
-        config = LlamaConfig(**TINY, num_attention_heads=4, bos_token_id=None, eos_token_id=None)
-        model = AutoModelForCausalLM.from_config(config)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=torch.float32)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()
-    if args.lora_rank:
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(model, LoraConfig(r=args.lora_rank, lora_alpha=args.lora_rank, task_type="CAUSAL_LM"))
-    return model
-
-
-class Bytes:
-    """Text as bytes, where the model has no tokenizer."""
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, tokens: list[int]) -> str:
-        return bytes(tokens).decode(errors="replace")
-
-    def save_pretrained(self, folder: str) -> None:
-        """There is nothing to be saved."""
+def random_llama(vocabulary: int) -> nn.Module:
+    """A small one without values: the strategy fills in random ones, the same on all ranks."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def load_tokenizer(name: str | None) -> Any:
-    """That of the model, if it has one."""
-    folder = Path(name or ".")
-    if name is None or (folder.is_dir() and not any(folder.glob("tokenizer*"))):
-        return Bytes()
-    return AutoTokenizer.from_pretrained(name)
+def load(folder: str) -> nn.Module:
+    """A model, or an adapter on its model, in fp32."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def loader(args: Arguments, tokenizer: Any) -> DataLoader[Tensor]:
-    """The text in blocks of tokens. A DeepSpeed JSON may want another batch size: then the strategy sees to that."""
-    text = Path(args.train_file).read_text() if args.train_file else language_reference().decode()
-    tokens = torch.tensor(tokenizer.encode(text))
-    blocks = tokens[: len(tokens) // args.block_size * args.block_size].view(-1, args.block_size)
-    return DataLoader(blocks, batch_size=args.per_device_train_batch_size or 8, shuffle=True, drop_last=True)
-
-
-def make_trainer(args: Arguments) -> Trainer:
-    """Arguments that are given go to the strategy, which compares them with the DeepSpeed JSON."""
-    settings = {
-        "micro_batch_size": args.per_device_train_batch_size,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "gradient_clipping": args.max_grad_norm,
-    }
-    return Trainer(
-        strategy=ZeroStrategy(config=args.deepspeed, **settings),
-        devices=args.devices,
-        precision="bf16-mixed" if args.bf16 else "16-mixed" if args.fp16 else None,
-        max_epochs=-1,
-        max_steps=args.max_steps,
+def main() -> None:
+    """Train, save, and compare what was saved."""
+    arguments = parse()
+    strategy = make_strategy(arguments)
+    seed_everything(arguments.seed, verbose=False)
+    path = arguments.model_name_or_path
+    tokenizer = byte_tokenizer() if path is None else AutoTokenizer.from_pretrained(path)
+    module = CausalLM(
+        arguments,
+        len(tokenizer),
+        learning_rate=5e-5 if arguments.learning_rate is None else arguments.learning_rate,
+        weight_decay=arguments.weight_decay or 0.0,
+        warmup_steps=arguments.warmup_steps or 0,
+    )
+    samples = windows(tokenizer, arguments.train_file, arguments.block_size)
+    batch_size = arguments.per_device_train_batch_size or 8  # the strategy exchanges it for the JSON's
+    trainer = Trainer(
+        strategy=strategy,
+        devices=arguments.devices,
+        max_steps=arguments.max_steps,
+        max_epochs=-1 if arguments.max_steps > 0 else arguments.num_train_epochs,
         logger=False,
         enable_checkpointing=False,
+        enable_progress_bar=False,
         enable_model_summary=False,
     )
+    trainer.fit(module, DataLoader(samples, batch_size, shuffle=True, drop_last=True))
+    if trainer.is_global_zero:  # the module is whole again on every rank
+        module.model.save_pretrained(arguments.output_dir)
+        tokenizer.save_pretrained(arguments.output_dir)
+        prompt = tokenizer.decode(samples[len(samples) // 2][: arguments.block_size // 2])
+        compare(module.model, arguments.output_dir, prompt)
 
 
-def save(model: Any, tokenizer: Any, folder: str) -> PreTrainedModel:
-    """Write what `from_pretrained` loads; adapters go into their weights, and into a folder of their own."""
-    if hasattr(model, "merge_and_unload"):
-        model.save_pretrained(f"{folder}/adapter")
-        model = model.merge_and_unload()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return model
+def parse() -> Arguments:
+    """The command line, without misspelt or shortened names."""
+    parser = HfArgumentParser(Arguments, allow_abbrev=False, description=__doc__.partition("\n")[0])
+    arguments = Arguments(**vars(parser.parse_args()))
+    if arguments.deepspeed is not None and arguments.stage is not None:
+        parser.error("--stage: the JSON of --deepspeed says it")
+    if arguments.lora_rank and arguments.model_name_or_path is None:
+        parser.error("--lora_rank: an adapter needs weights, from --model_name_or_path")
+    if arguments.bf16 and arguments.fp16:
+        parser.error("--bf16 and --fp16: choose one of them")
+    return arguments
 
 
-def write(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    """What a model goes on with after a prompt, drawn with the same random numbers each time."""
-    torch.manual_seed(0)
-    tokens = torch.tensor([prompt])
-    output = model.eval().generate(
-        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NEW_TOKENS, do_sample=True, pad_token_id=0
+def make_strategy(arguments: Arguments) -> ZeroStrategy:
+    """What the configuration says, and what the command line says beside it."""
+    strategy = ZeroStrategy(
+        arguments.stage,
+        config=arguments.deepspeed,
+        micro_batch_size=arguments.per_device_train_batch_size,
+        gradient_accumulation_steps=arguments.gradient_accumulation_steps,
+        gradient_clipping=arguments.max_grad_norm,
+        precision="bf16-true" if arguments.bf16 else "16-true" if arguments.fp16 else None,
     )
-    return output[0].tolist()
+    check_optimizer(arguments, strategy)
+    return strategy
 
 
-def main(args: Arguments) -> None:
-    """Train, save, load, compare."""
-    warnings.filterwarnings("ignore", ".*(does not have many workers|treespec)")
-    logging.getLogger("lightning.fabric").setLevel(logging.INFO)
-    seed_everything(args.seed, verbose=False)
-    tokenizer = load_tokenizer(args.model_name_or_path)
-    module, trainer = CausalLM(args), make_trainer(args)
-    trainer.fit(module, loader(args, tokenizer))
-    if not trainer.is_global_zero:
-        return
-    # after a fit the module is whole again, on every rank
-    trained = save(module.model, tokenizer, args.output_dir)
-    loaded = AutoModelForCausalLM.from_pretrained(args.output_dir, dtype=torch.float32)
-    written = [write(model.cpu(), tokenizer.encode(PROMPT)) for model in (trained, loaded)]
-    print(f"\nloss {module.losses[0]:.3f} at first, {module.losses[-1]:.3f} after {trainer.global_step} steps")
-    print(f"trained: {tokenizer.decode(written[0])!r}\nloaded:  {tokenizer.decode(written[1])!r}")
-    print(f"{args.output_dir}: {'the same tokens' if written[0] == written[1] else 'OTHER TOKENS'}")
-    if written[0] != written[1]:
-        sys.exit(1)
+def check_optimizer(arguments: Arguments, strategy: ZeroStrategy) -> None:
+    """The JSON's optimizer takes the place of the module's: it must not say otherwise than the command line.
+
+    Raises:
+        ValueError: it does, or says nothing of what the command line says.
+    """
+    optimizer, scheduler = strategy.training.optimizer, strategy.training.scheduler
+    for name, block, key in (
+        ("learning_rate", optimizer, "lr"),
+        ("weight_decay", optimizer, "weight_decay"),
+        ("warmup_steps", scheduler or optimizer, "warmup_num_steps"),
+    ):
+        value = getattr(arguments, name)
+        if block and value is not None and block["params"].get(key) not in ("auto", value):
+            theirs = f"{key}={block['params'][key]}" if key in block["params"] else f"no {key}"
+            raise ValueError(
+                f"--{name} {value} and {block['type']} of {arguments.deepspeed}, which has {theirs}, contradict one "
+                f'another. Say it once, or "auto" there.'
+            )
+
+
+def generate(model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[list[int], Tensor]:
+    """The most likely tokens that follow the prompt, and the logits that they were chosen by."""
+    inputs = tokenizer(prompt, return_tensors="pt")
+    made = model.eval().generate(
+        **inputs, max_new_tokens=40, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    return made.sequences[0, inputs["input_ids"].shape[1] :].tolist(), torch.stack(made.logits)
+
+
+def compare(trained: nn.Module, folder: str, prompt: str) -> None:
+    """Generate with the trained module and with what the folder holds; end with an error if they differ."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens, logits = generate(trained, tokenizer, prompt)
+    loaded_tokens, loaded_logits = generate(load(folder), tokenizer, prompt)
+    print(f"\nprompt: {prompt!r}\ntrained: {tokenizer.decode(tokens)!r}\nloaded: {tokenizer.decode(loaded_tokens)!r}")
+    if loaded_tokens != tokens:
+        sys.exit(f"What from_pretrained loads from {folder} generates other tokens than the trained module.")
+    most = (loaded_logits - logits).abs().max()
+    print(f"from_pretrained({folder!r}) generates the same {len(tokens)} tokens; logits differ by at most {most:.2g}.")
 
 
 if __name__ == "__main__":
-    (arguments,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
-    main(arguments)
+    main()
