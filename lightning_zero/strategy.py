@@ -53,7 +53,7 @@ class ZeroMethods(ConfiguredMethods, StepMethods, CheckpointMethods):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **settings: Any,
     ) -> None:
-        self._settings = settings_of(settings if stage is None else {"stage": stage, **settings}, config)
+        self._settings = settings_of({"stage": stage, **settings}, config)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -140,11 +140,11 @@ class ZeroMethods(ConfiguredMethods, StepMethods, CheckpointMethods):
         if not attached:
             if fitting and self._layer_sync:
                 self.model = model = self._layer_sync.apply(model)
-            self._zero_precision.convert_module(model)
-            if is_meta(model):
-                self._attach(model)  # before the optimizers are made: the whole need not fit into memory
-                attached = True
+            attached = is_meta(model)
+            if attached:  # before the optimizers are made: the whole need not fit into memory
+                self._zero_precision.convert_meta_module(model, self._attach)
             else:
+                self._zero_precision.convert_module(model)
                 self.model_to_device()
         if fitting:
             self._reset_optimizers_and_schedulers()

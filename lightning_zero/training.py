@@ -133,7 +133,7 @@ def configure_optimizers(module: "LightningModule", settings: Settings) -> Calla
             if _is_written(own):
                 rank_zero_warn(
                     f"The optimizer is that of {settings.source}; configure_optimizers of {type(module).__name__} is "
-                    "not called."
+                    "not called, nor a scheduler that it would make."
                 )
             optimizer = make_optimizer(training.optimizer, module)
         else:
@@ -141,7 +141,7 @@ def configure_optimizers(module: "LightningModule", settings: Settings) -> Calla
         if training.scheduler is None:
             return optimizer
         steps = lambda: int(module.trainer.estimated_stepping_batches)
-        scheduler = make_scheduler(training.scheduler, optimizer, steps)
+        scheduler = make_scheduler(training.scheduler, optimizer, steps, module)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     return configure

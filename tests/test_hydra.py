@@ -85,6 +85,15 @@ def test_a_stage_has_every_setting_with_its_default(stage):
     assert set(composed(f"zero=stage{stage}").zero) == {"_target_", "_convert_", "config", *ZERO, *TRAINING}
 
 
+def test_a_deepspeed_configuration_is_a_choice_of_its_own(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 2}, "train_batch_size": 8}')
+    made = strategy("zero=deepspeed", f"zero.config={path}", "zero.prefetch=2")
+    assert made.config.stage == 2 and made.training.train_batch_size == 8 and made.config.prefetch == 2
+    with pytest.raises(Exception, match="stage=3 of ZeroStrategy and 2 of .* differ"):
+        strategy("zero=stage3", f"zero.config={path}")
+
+
 @pytest.mark.parametrize(
     ("overrides", "optimizer", "params"),
     [

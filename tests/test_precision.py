@@ -293,10 +293,51 @@ def test_masters_are_made_before_rounding(rank, world_size, name, stage, tmp_pat
     runner = trainer(rank, world_size, tmp_path, zero(stage), **precision(name))
     runner.fit(model, loader())
     runner.save_checkpoint(tmp_path / "it.ckpt")
-    del start["shift"]  # buffers are rounded, but have their own dtype again
     assert model.shift.dtype == torch.float32 and model.count.dtype == torch.int64
     for state in (model.state_dict(), torch.load(tmp_path / "it.ckpt")["state_dict"]):
         assert_equal({key: state[key] for key in start}, start)
+
+
+class Filled(nn.Module):
+    """Gets its values from ``reset_parameters``; adds one buffer, and counts with another."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(DIM))
+        self.register_buffer("shift", torch.empty(DIM))
+        self.register_buffer("total", torch.empty(()), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.ones_(self.weight)
+        nn.init.constant_(self.shift, 0.1)
+        nn.init.zeros_(self.total)
+
+    def forward(self, x):
+        self.total += 1
+        return x * self.weight + self.shift
+
+
+class FilledNet(Net):
+    device_of_model = "meta"
+
+    def configure_model(self):
+        with torch.device(self.device_of_model):
+            self.filled = Filled()
+
+    def forward(self, x):
+        return super().forward(self.filled(x))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@distributed(world_size=2)
+@pytest.mark.parametrize(("name", "stage"), HALF)
+def test_buffers_that_have_not_changed_get_all_bits_back(rank, world_size, name, stage, tmp_path, device):
+    model = FilledNet()
+    model.device_of_model = device
+    trainer(rank, world_size, tmp_path, zero(stage), **precision(name)).fit(model, loader())
+    assert torch.equal(model.filled.shift, torch.full((DIM,), 0.1))
+    assert model.filled.total == 4 and model.filled.total.dtype == torch.float32
 
 
 @distributed(world_size=2)

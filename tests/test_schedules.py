@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import lr_scheduler
 
 from lightning_zero.config import TrainingConfig
@@ -81,13 +82,20 @@ TORCHS = {
 }
 
 
+class Module(nn.Module):
+    """Says nothing of a schedule."""
+
+
+MODULE = Module()
+
+
 def adamw():
     groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "lr": lr} for lr in (0.1, 0.2)]
     return torch.optim.AdamW(groups)
 
 
 def made(kind, params, optimizer, total=None):
-    return make_scheduler({"type": kind, "params": params}, optimizer, lambda: total)
+    return make_scheduler({"type": kind, "params": params}, optimizer, lambda: total, MODULE)
 
 
 def rates(optimizer, scheduler, steps=STEPS):
@@ -239,11 +247,11 @@ def test_a_function_makes_one():
     optimizer = adamw()
     make = partial(lr_scheduler.StepLR, step_size=3)
     check_scheduler(make)
-    assert make_scheduler(make, optimizer, lambda: 1).optimizer is optimizer
+    assert make_scheduler(make, optimizer, lambda: 1, MODULE).optimizer is optimizer
     with pytest.raises(TypeError, match="made a int, which is no LRScheduler"):
-        make_scheduler(lambda optimizer: 3, optimizer, lambda: 1)
+        make_scheduler(lambda optimizer: 3, optimizer, lambda: 1, MODULE)
     with pytest.raises(ValueError, match="needs a metric"):
-        make_scheduler(lr_scheduler.ReduceLROnPlateau, optimizer, lambda: 1)
+        make_scheduler(lr_scheduler.ReduceLROnPlateau, optimizer, lambda: 1, MODULE)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +263,6 @@ def test_a_function_makes_one():
         ("StepLR", {"stepsize": 3}, TypeError, "params.stepsize: .* Did you mean 'step_size'"),
         ("StepLR", {}, TypeError, "params of StepLR .*'step_size'"),
         ("StepLR", {"step_size": 3, "gamma": "1e-1"}, ValueError, "params.gamma='1e-1' is text"),
-        ("WarmupLR", {"warmup_num_steps": "auto"}, ValueError, "params.warmup_num_steps='auto' .* give that number"),
         ("WarmupLR", {"warmup_num_steps": 0}, ValueError, "warmup_num_steps=0 must be a whole number, 1 or more"),
         ("WarmupCosineLR", {"total_num_steps": 9, "warmup_num_steps": 2.5}, ValueError, "warmup_num_steps=2.5 must be"),
         ("WarmupLR", {"warmup_type": "liner"}, ValueError, "warmup_type='liner' .* Did you mean 'linear'"),
@@ -277,11 +284,42 @@ def test_what_is_wrong_is_said_at_once(kind, params, error, text):
         with pytest.raises(error, match=text):
             check_scheduler(block)
         with pytest.raises(error, match=text):
-            make_scheduler(block, adamw(), lambda: 100)
+            make_scheduler(block, adamw(), lambda: 100, MODULE)
 
 
 def test_lists_are_for_as_many_groups_as_there_are():
     block = {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2, 0.3], "last_batch_iteration": -1}}
     check_scheduler(block)
     with pytest.raises(ValueError, match="warmup_max_lr has 3 values, and the optimizer 2 parameter groups"):
-        make_scheduler(block, adamw(), lambda: 100)
+        make_scheduler(block, adamw(), lambda: 100, MODULE)
+
+
+@pytest.mark.parametrize(
+    ("said", "steps"),
+    [
+        ({"warmup_steps": 7}, 7),
+        ({"warmup_steps": 0}, 1),
+        ({"warmup_ratio": 0.05}, 5),
+        ({"warmup_steps": 0, "warmup_ratio": 0.031}, 4),
+        ({"warmup_steps": 3, "warmup_ratio": 0.5}, 3),
+    ],
+)
+def test_the_warmup_is_that_of_the_module(said, steps):
+    module = Module()
+    module.hparams = said
+    params = {"warmup_num_steps": "auto", "warmup_type": "linear", "warmup_max_lr": 1.0}
+    wanted = make_scheduler(
+        {"type": "WarmupLR", "params": {**params, "warmup_num_steps": steps}}, adamw(), None, module
+    )
+    made = make_scheduler({"type": "WarmupLR", "params": params}, adamw(), lambda: 100, module)
+    for _ in range(9):
+        made.step()
+        wanted.step()
+        assert made.get_last_lr() == wanted.get_last_lr()
+
+
+def test_a_warmup_that_nobody_knows_is_said():
+    block = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
+    check_scheduler(block)
+    with pytest.raises(ValueError, match="neither warmup_steps nor warmup_ratio"):
+        make_scheduler(block, adamw(), lambda: 100, MODULE)

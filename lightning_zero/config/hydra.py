@@ -40,6 +40,8 @@ def schema() -> type:
 def _typed(field: Field[Any]) -> tuple[str, Any, Any]:
     """A field; one that is a configuration of its own may also be set to a string or a mapping."""
     nested = field.type in (OffloadConfig, LossScaleConfig | None)
+    if field.name == "stage":
+        return field.name, int | None, make_field(default=field.default)  # null: as a DeepSpeed configuration says
     copy = make_field(default=field.default, default_factory=field.default_factory)
     return field.name, Any if nested else field.type, copy
 

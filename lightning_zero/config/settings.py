@@ -65,7 +65,7 @@ def settings_from(keywords: Mapping[str, Any], config: Given | None = None) -> S
 
     Args:
         keywords: of :class:`lightning_zero.ZeroStrategy`. Where ``config`` says something, those that have their
-            default value count as not given: Hydra and LightningCLI always give all of them.
+            default value count as not given, but for ``stage``: Hydra and LightningCLI always give all of them.
         config: a DeepSpeed configuration; None: the one that the environment variable ``PL_DEEPSPEED_CONFIG_PATH``
             names, if it does.
 
@@ -74,6 +74,7 @@ def settings_from(keywords: Mapping[str, Any], config: Given | None = None) -> S
         ValueError: a value is wrong, or two contradict each other.
         FileNotFoundError: there is no such configuration.
     """
+    keywords = {name: value for name, value in keywords.items() if name != "stage" or value is not None}
     for name in keywords:
         if name not in ZERO + TRAINING:
             raise TypeError(f"ZeroStrategy has no setting {name!r}.{nearest(name, ['config', *ZERO, *TRAINING])}")
@@ -81,7 +82,11 @@ def settings_from(keywords: Mapping[str, Any], config: Given | None = None) -> S
     given = config if config is not None else from_environment()
     if given is None:
         return Settings(zero, training, keywords=keywords)
-    own = {name: value for name, value in _values(zero, training).items() if value != _DEFAULTS[name]}
+    values = _values(zero, training)
+    said = [
+        name for name, value in values.items() if value != _DEFAULTS[name] or (name == "stage" and name in keywords)
+    ]
+    own = {name: values[name] for name in said}
     translation = translate(given)
     translation.check()
     source, theirs = translation.source, translation.settings

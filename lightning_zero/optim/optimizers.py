@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.config.names import nearest
 from lightning_zero.engine.elementwise import REASONS, STOCK
+from lightning_zero.optim.auto import is_auto, number, said
 from lightning_zero.optim.lion import Lion
 
 CLASSES: dict[str, type[Optimizer]] = {**{cls.__name__: cls for cls in STOCK}, "Lion": Lion}
@@ -54,7 +55,7 @@ def check_optimizer(chosen: Mapping[str, Any] | Callable[..., Any]) -> None:
     """
     if not callable(chosen):
         cls, params = _parsed(chosen)
-        params = {key: AUTO[key] if _is_auto(value) else value for key, value in params.items()}
+        params = {key: AUTO[key] if is_auto(value) else value for key, value in params.items()}
         _build(cls, params, [nn.Parameter(torch.zeros(1, device="cpu"))])
 
 
@@ -85,7 +86,7 @@ def make_optimizer(chosen: Mapping[str, Any] | Callable[..., Any], module: nn.Mo
             raise TypeError(f"optimizer={chosen!r} made a {type(made).__name__}, which is no torch.optim.Optimizer.")
         return made
     cls, params = _parsed(chosen)
-    params = {key: _of_module(module, key) if _is_auto(value) else value for key, value in params.items()}
+    params = {key: _of_module(module, key) if is_auto(value) else value for key, value in params.items()}
     return _build(cls, params, parameters)
 
 
@@ -109,7 +110,7 @@ def _parsed(chosen: Mapping[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]
         if key not in own and not (isinstance(value, bool) and value in extra[key]):
             values = " or ".join(map(str, extra[key]))
             raise ValueError(f"optimizer.params.{key}={value!r} must be {values} for {name}.")
-        if _is_auto(value) and key not in AUTO:
+        if is_auto(value) and key not in AUTO:
             raise ValueError(
                 f"optimizer.params.{key}='auto' is not known: only {', '.join(AUTO)} may be; give a value."
             )
@@ -138,19 +139,15 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
-def _is_auto(value: Any) -> bool:
-    return isinstance(value, str) and value == "auto"
-
-
 def _of_module(module: nn.Module, key: str) -> Any:
     """What the module says of what is "auto"."""
     if key == "betas":
-        betas = _said(module, "betas")
+        betas = said(module, "betas")
         if betas is not None:
             return betas
-        halves = [_number(module, name) for name in ("adam_beta1", "adam_beta2")]
+        halves = [number(module, name) for name in ("adam_beta1", "adam_beta2")]
         return tuple(default if half is None else half for half, default in zip(halves, AUTO["betas"], strict=True))
-    found = [value for name in SOURCES[key] if (value := _number(module, name)) is not None]
+    found = [value for name in SOURCES[key] if (value := number(module, name)) is not None]
     if found:
         return found[0]
     if key == "lr":
@@ -160,20 +157,3 @@ def _of_module(module: nn.Module, key: str) -> Any:
             "number, or call self.save_hyperparameters() in a module whose __init__ takes lr."
         )
     return AUTO[key]
-
-
-def _number(module: nn.Module, name: str) -> float | None:
-    value = _said(module, name)
-    if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
-        raise ValueError(
-            f"'auto' in optimizer.params is looked up in {type(module).__name__}, whose {name} is {value!r} and no "
-            "number. Give a number in place of 'auto'."
-        )
-    return value
-
-
-def _said(module: nn.Module, name: str) -> Any:
-    """Hyperparameters first, as Lightning's Tuner does."""
-    hparams = getattr(module, "hparams", None)
-    value = hparams.get(name) if isinstance(hparams, Mapping) else None
-    return getattr(module, name, None) if value is None else value

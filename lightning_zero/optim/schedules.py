@@ -1,6 +1,7 @@
 """Learning rate schedulers by their names in DeepSpeed's JSON or in torch, for ``ZeroStrategy(scheduler=)``."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_zero.config.names import nearest
+from lightning_zero.optim.auto import is_auto, number
 from lightning_zero.optim.deepspeed_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 _FUNCTIONS = "it needs functions"
@@ -31,7 +33,7 @@ CLASSES: dict[str, type[LRScheduler]] = {
 BEGINNINGS = ("last_epoch", "last_batch_iteration")
 """Where a schedule begins: DeepSpeed's and torch's params, which may say nothing but the beginning."""
 
-AUTO = ("total_num_steps", "warmup_min_lr", "warmup_max_lr")
+AUTO = ("total_num_steps", "warmup_num_steps", "warmup_min_lr", "warmup_max_lr")
 WORDS = ("mode", "anneal_strategy", "scale_mode", "warmup_type")
 PER_GROUP = (
     *("warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr"),
@@ -55,21 +57,26 @@ def check_scheduler(chosen: Mapping[str, Any] | Callable[..., Any]) -> None:
             {"params": [nn.Parameter(torch.zeros(1, device="cpu"))]} for _ in range(max(map(len, lists), default=1))
         ]
         optimizer = torch.optim.AdamW(groups)
-        _build(cls, _filled(params, optimizer, lambda: 2**31), optimizer)
+        _build(cls, _filled(params, optimizer, lambda: 2**31, lambda name: 1), optimizer)
 
 
 def make_scheduler(
-    chosen: Mapping[str, Any] | Callable[..., Any], optimizer: Optimizer, total_steps: Callable[[], int]
+    chosen: Mapping[str, Any] | Callable[..., Any],
+    optimizer: Optimizer,
+    total_steps: Callable[[], int],
+    module: nn.Module,
 ) -> LRScheduler:
     """A scheduler of the optimizer that is to step after each of the optimizer's steps.
 
     Names are those of DeepSpeed and of ``torch.optim.lr_scheduler``, params and defaults as there. "auto", as in
-    Hugging Face's: ``total_num_steps`` is ``total_steps()``, ``warmup_min_lr`` 0 and ``warmup_max_lr`` the optimizer's.
+    Hugging Face's: ``total_num_steps`` is ``total_steps()``, ``warmup_min_lr`` 0, ``warmup_max_lr`` the optimizer's, and
+    ``warmup_num_steps`` what ``module.hparams`` or the module has as ``warmup_steps``, or ``warmup_ratio`` of all steps.
 
     Args:
         chosen: ``{"type": name, "params": {...}}``, or a function that makes a scheduler of the optimizer.
         optimizer: whose learning rates it sets, at once for the first step.
         total_steps: tells the optimizer steps of the whole run; called only for "auto".
+        module: the one that is trained.
 
     Raises:
         TypeError: an unknown param, one that is missing, a value of a wrong type, or a function that makes something
@@ -84,7 +91,7 @@ def make_scheduler(
             raise ValueError(_refusal("ReduceLROnPlateau"))
         return made
     cls, params = _parsed(chosen)
-    return _build(cls, _filled(params, optimizer, total_steps), optimizer)
+    return _build(cls, _filled(params, optimizer, total_steps, lambda name: number(module, name)), optimizer)
 
 
 def _parsed(chosen: Mapping[str, Any]) -> tuple[type[LRScheduler], dict[str, Any]]:
@@ -100,31 +107,50 @@ def _parsed(chosen: Mapping[str, Any]) -> tuple[type[LRScheduler], dict[str, Any
             raise ValueError(f"scheduler.params.{key}={value!r}: a schedule begins at -1, and goes on by a checkpoint.")
         if key not in known and key not in BEGINNINGS:
             raise TypeError(f"scheduler.params.{key}: {name} has no such setting.{nearest(key, known)}")
-        if key == "warmup_num_steps" and _is_auto(value):
-            raise ValueError(
-                "scheduler.params.warmup_num_steps='auto' would be warmup_steps of Hugging Face's TrainingArguments, "
-                "which are not here: give that number, 1 or more."
-            )
-        if isinstance(value, str) and key not in WORDS and not (_is_auto(value) and key in AUTO):
+        if isinstance(value, str) and key not in WORDS and not (is_auto(value) and key in AUTO):
             raise ValueError(f"scheduler.params.{key}={value!r} is text and must be a number.")
     return cls, {key: value for key, value in given.items() if key in known}
 
 
-def _filled(params: dict[str, Any], optimizer: Optimizer, total_steps: Callable[[], int]) -> dict[str, Any]:
-    """The params with a value in each place of "auto"."""
+def _filled(
+    params: dict[str, Any],
+    optimizer: Optimizer,
+    total_steps: Callable[[], int],
+    said: Callable[[str], float | None],
+) -> dict[str, Any]:
+    """The params with a value in each place of "auto"; ``said`` tells what the module says."""
     params = dict(params)
-    for key in [key for key, value in params.items() if _is_auto(value)]:
+    for key in [key for key, value in params.items() if is_auto(value)]:
         if key == "total_num_steps":
-            total = total_steps()
-            if not 0 < total < float("inf"):
-                raise ValueError(
-                    f"scheduler.params.total_num_steps='auto', and the run has no known end ({total} steps): give a "
-                    "number, or Trainer(max_steps=) or Trainer(max_epochs=)."
-                )
-            params[key] = int(total)
+            params[key] = _total(key, total_steps)
+        elif key == "warmup_num_steps":
+            params[key] = _warmup(total_steps, said)
         else:
             params[key] = 0.0 if key == "warmup_min_lr" else [group["lr"] for group in optimizer.param_groups]
     return params
+
+
+def _total(key: str, total_steps: Callable[[], int]) -> int:
+    total = total_steps()
+    if not 0 < total < float("inf"):
+        raise ValueError(
+            f"scheduler.params.{key}='auto', and the run has no known end ({total} steps): give a number, or "
+            "Trainer(max_steps=) or Trainer(max_epochs=)."
+        )
+    return int(total)
+
+
+def _warmup(total_steps: Callable[[], int], said: Callable[[str], float | None]) -> int:
+    """As ``TrainingArguments.get_warmup_steps``; DeepSpeed wants 1 at least."""
+    steps, ratio = said("warmup_steps"), said("warmup_ratio")
+    if steps is None and ratio is None:
+        raise ValueError(
+            "scheduler.params.warmup_num_steps='auto', and the module has neither warmup_steps nor warmup_ratio, in "
+            "its hparams or as an attribute. Give a number, 1 or more."
+        )
+    if not steps and ratio:
+        steps = math.ceil(ratio * _total("warmup_num_steps", total_steps))
+    return max(1, int(steps or 0))
 
 
 def _build(cls: type[LRScheduler], params: dict[str, Any], optimizer: Optimizer) -> LRScheduler:
@@ -136,10 +162,6 @@ def _build(cls: type[LRScheduler], params: dict[str, Any], optimizer: Optimizer)
 
 def _refusal(name: str) -> str:
     return f"scheduler.type={name!r} cannot be made here: {REFUSED[name]}. Return it from configure_optimizers."
-
-
-def _is_auto(value: Any) -> bool:
-    return isinstance(value, str) and value == "auto"
 
 
 def _is_single(value: Any) -> bool:

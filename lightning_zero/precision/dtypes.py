@@ -62,34 +62,33 @@ def rounded_layers(module: nn.Module, precision: str) -> list[nn.Module]:
 def convert_buffers(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     """Cast all floating-point buffers, and tell the module (``module.dtype``); returns what undoes that.
 
-    ``module.to(dtype)`` without the parameters: those stay as precise as they are for the masters.
+    ``module.to(dtype)`` without the parameters: those stay as precise as they are for the masters. A buffer that has
+    not changed meanwhile gets all of its bits back.
     """
     before = [
-        (owner, name, buffer.dtype)
+        (owner, name, buffer)
         for owner in module.modules()
         for name, buffer in owner._buffers.items()
         if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype
     ]
     # Lightning's modules (of either namespace) answer `module.dtype` from this attribute
     told: list[tuple[Any, Any]] = [(part, part._dtype) for part in module.modules() if "_dtype" in vars(part)]
-    for owner, name, _ in before:
-        owner._buffers[name] = _cast(owner, name, dtype)
+    for owner, name, buffer in before:
+        owner._buffers[name] = buffer.to(dtype)
     for part, _ in told:
         part._dtype = dtype
 
     def undo() -> None:
         for owner, name, old in before:
-            if owner._buffers.get(name) is not None:
-                owner._buffers[name] = _cast(owner, name, old)
-        for part, old in told:
-            part._dtype = old
+            now = owner._buffers.get(name)
+            if now is not None:
+                precise = old.to(now.device)
+                unchanged = now.shape == old.shape and torch.equal(now, precise.to(now.dtype))
+                owner._buffers[name] = precise if unchanged else now.to(old.dtype)
+        for part, told_before in told:
+            part._dtype = told_before
 
     return undo
-
-
-def _cast(owner: nn.Module, name: str, dtype: torch.dtype) -> torch.Tensor | None:
-    buffer = owner._buffers[name]
-    return None if buffer is None else buffer.to(dtype)
 
 
 def already_half(module: nn.Module) -> list[str]:

@@ -97,6 +97,14 @@ class ZeroPrecision(_Precision):
         self._undo_buffers = convert_buffers(module, HALF[self.precision])
         return module
 
+    def convert_meta_module(self, module: nn.Module, attach: Callable[[nn.Module], None]) -> None:
+        """The same for a module on ``meta``, which ``attach`` fills: buffers are rounded once they have values."""
+        if self.precision not in HALF:
+            self.convert_module(module)
+        attach(module)
+        if self.precision in HALF:
+            self.convert_module(module)
+
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         """Parameters are born in full precision."""
         return nullcontext() if self.precision in HALF else super().tensor_init_context()
