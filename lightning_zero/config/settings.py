@@ -83,10 +83,8 @@ def settings_from(keywords: Mapping[str, Any], config: Given | None = None) -> S
     if given is None:
         return Settings(zero, training, keywords=keywords)
     values = _values(zero, training)
-    said = [
-        name for name, value in values.items() if value != _DEFAULTS[name] or (name == "stage" and name in keywords)
-    ]
-    own = {name: values[name] for name in said}
+    own = {name: value for name, value in values.items() if value != _DEFAULTS[name]}
+    own |= {"stage": zero.stage} if "stage" in keywords else {}
     translation = translate(given)
     translation.check()
     source, theirs = translation.source, translation.settings

@@ -69,8 +69,8 @@ def make_scheduler(
     """A scheduler of the optimizer that is to step after each of the optimizer's steps.
 
     Names are those of DeepSpeed and of ``torch.optim.lr_scheduler``, params and defaults as there. "auto", as in
-    Hugging Face's: ``total_num_steps`` is ``total_steps()``, ``warmup_min_lr`` 0, ``warmup_max_lr`` the optimizer's, and
-    ``warmup_num_steps`` what ``module.hparams`` or the module has as ``warmup_steps``, or ``warmup_ratio`` of all steps.
+    Hugging Face's: ``total_num_steps`` is ``total_steps()``, ``warmup_min_lr`` 0, ``warmup_max_lr`` the optimizer's;
+    ``warmup_num_steps`` what ``module.hparams`` or the module has as ``warmup_steps``, or as ``warmup_ratio`` of all.
 
     Args:
         chosen: ``{"type": name, "params": {...}}``, or a function that makes a scheduler of the optimizer.
