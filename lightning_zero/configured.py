@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_zero import training
+from lightning_zero import host, training
 from lightning_zero.config import Settings, TrainingConfig, ZeroConfig
 from lightning_zero.config.deepspeed import table, to_deepspeed
+from lightning_zero.engine import Communicator
 from lightning_zero.precision import ZeroPrecision, adapt, choose, raw_optimizer
 
 if TYPE_CHECKING:
@@ -114,11 +115,24 @@ class ConfiguredMethods(_Base):
                 setattr(self.lightning_module, name, value)
         self._before = None
 
-    def _apply_settings(self) -> None:
-        """The number of ranks is known."""
+    def _apply_settings(self, comm: Communicator) -> None:
+        """The ranks are there: compare their settings, and let the Trainer know them. Collective.
+
+        Raises:
+            ValueError: ranks or the Trainer say other things; on all ranks.
+        """
+        everywhere = comm.collect(self._settings.shared())
+        for name, value in everywhere[0].items():
+            for rank, other in enumerate(each[name] for each in everywhere):
+                if other != value:
+                    raise ValueError(
+                        f"Ranks have other settings: {name} is {value} on rank 0 and {other} on rank {rank}. Give all "
+                        "of them the same configuration."
+                    )
         model = self.lightning_module
         if model is not None and model.trainer.state.fn == "fit":
-            training.apply_to_trainer(model.trainer, self._settings)
+            with host.together(comm):
+                training.apply_to_trainer(model.trainer, self._settings)
 
     def process_dataloader(self, dataloader: object) -> object:
         """The batch size of the settings, for the loaders of a training."""

@@ -117,13 +117,13 @@ class ZeroMethods(ConfiguredMethods, StepMethods, CheckpointMethods):
             )
         host.clean_up_at_exit()
         super().setup_environment()
-        self._apply_settings()
         self._failed = self._lost = False
         comm = host.find_communicator(self.root_device, self._comm_timeout)
         # A rank that failed in an earlier run has lost its communicator: then all make a new one.
         if not self.reduce_boolean_decision(comm is not None, all=True):
             comm = host.make_communicator(self.root_device, self._comm_timeout)
         self._comm = comm
+        self._apply_settings(self._communicator)
 
     def setup(self, trainer: "Trainer") -> None:
         """Make optimizers on the plain module, then shard it."""

@@ -453,3 +453,33 @@ def test_auto_is_what_hugging_face_makes_of_it(rank, world_size, tmp_path):
     strategy = ZeroStrategy(config=config)
     fit(rank, world_size, tmp_path, strategy, module=Seeing())
     assert strategy.config.persistence_threshold == 10 * DIM  # of the linear layers
+
+
+# Ranks that differ
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        ({"stage": 3}, {"stage": 1}, "stage is 3 on rank 0 and 1 on rank 1"),
+        ({"train_batch_size": 32}, {"train_batch_size": 64}, "train_batch_size is 32 on rank 0 and 64 on rank 1"),
+        ({}, {"gradient_dtype": "bf16"}, "gradient_dtype is None on rank 0 and 'bf16' on rank 1"),
+    ],
+)
+@distributed(world_size=2)
+def test_ranks_that_have_other_settings_are_told(rank, world_size, tmp_path, one, other, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        fit(rank, world_size, tmp_path, ZeroStrategy(**(other if rank else one)))
+
+
+@distributed(world_size=2)
+def test_one_ranks_quarrel_with_its_trainer_is_everybodys(rank, world_size, tmp_path):
+    strategy = ZeroStrategy(2, gradient_clipping=1.0)
+    with pytest.raises((ValueError, RuntimeError), match="gradient_clip_val=0.5"):
+        fit(rank, world_size, tmp_path, strategy, gradient_clip_val=0.5 if rank else None)
+
+
+@distributed(world_size=2)
+def test_paths_and_functions_may_differ(rank, world_size, tmp_path):
+    disk = {"device": "nvme", "nvme_path": str(tmp_path / f"disk{rank}")}
+    fit(rank, world_size, tmp_path, ZeroStrategy(2, offload_optimizer=disk, optimizer=lambda p: torch.optim.SGD(p)))

@@ -55,6 +55,11 @@ class Settings:
                 changed[name] = {key: each for key, each in value.items() if each != before[name][key]}
         return f"ZeroStrategy({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
+    def shared(self) -> dict[str, str]:
+        """What must be the same on all ranks, in words: all but where things rest, which hosts may differ in."""
+        values = {**_values(self.zero), **_values(self.training)}
+        return {name: _shown(value) for name, value in values.items() if not name.startswith("offload_")}
+
     def without_effect(self) -> list[str]:
         """A sentence for each keyword that changes nothing."""
         return without_effect(self.zero, self.training, self.keywords)
@@ -108,6 +113,11 @@ def _sorted(values: Mapping[str, Any]) -> tuple[ZeroConfig, TrainingConfig]:
 
 def _values(*parts: ZeroConfig | TrainingConfig) -> dict[str, Any]:
     return {item.name: getattr(part, item.name) for part in parts for item in fields(part)}
+
+
+def _shown(value: Any) -> str:
+    """A value in words that are the same in every process."""
+    return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
 
 
 _DEFAULTS = _values(ZeroConfig(), TrainingConfig())
