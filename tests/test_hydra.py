@@ -165,7 +165,7 @@ def test_an_experiment_makes_several_choices():
 
 @pytest.mark.parametrize(
     ("imports", "searchpath"),
-    [("import lightning_zero", False), ("", True), (None, False)],
+    [pytest.param("import lightning_zero", False, marks=pytest.mark.full), ("", True), (None, False)],
     ids=["imported after hydra", "search path alone", "imported before hydra"],
 )
 def test_an_application_of_the_users_own(tmp_path, imports, searchpath):
