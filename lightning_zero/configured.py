@@ -86,10 +86,17 @@ class ConfiguredMethods(_Base):
     def precision_plugin(self, plugin: "Precision | None") -> None:
         self._precision_plugin = None if plugin is None else self._adapted(plugin)
 
+    @property
+    def _namespace(self) -> str:
+        """Of the Lightning that this strategy belongs to."""
+        return next(base.__module__ for base in type(self).__mro__ if base.__name__ == "DDPStrategy").partition(
+            ".strategies"
+        )[0]
+
     def _adapted(self, plugin: "Precision") -> ZeroPrecision:
         settings = self._settings
-        from_deepspeed = settings.translation is not None
-        adapted = adapt(choose(plugin, settings.training.precision, from_deepspeed, settings.source))
+        wanted, place = settings.training.precision, settings.place("precision")
+        adapted = adapt(choose(plugin, wanted, settings.any_16_bits, place, self._namespace))
         if settings.training.loss_scale is not None:
             adapted.loss_scale = settings.training.loss_scale
         return adapted

@@ -136,6 +136,8 @@ def _lateness(failure: ProcessFailure) -> tuple[bool, bool, int]:
 
 def num_ranks(devices: Any) -> int:
     """How many ranks ``Trainer(devices=devices)`` has on this machine."""
+    if isinstance(devices, str) and devices[:1].isdigit():  # "2": so many; "0,1": these
+        return len(devices.strip(",").split(",")) if "," in devices else int(devices)
     if isinstance(devices, int) and devices > 0:
         return devices
     if not isinstance(devices, int | str):

@@ -34,6 +34,8 @@ def main(cfg: DictConfig) -> None:
 
 def run_job(cfg: DictConfig) -> None:
     """Start the ranks, if what they are to train is there."""
+    if "stage" not in cfg.zero:
+        raise JobFailed("zero=ddp is for examples/train_gpt.py: choose zero=stage0, which is plain data parallelism.")
     for name in ("module", "datamodule"):
         find(cfg, name)
     print(f"Folder: {cfg.output}", flush=True)

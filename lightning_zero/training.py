@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.data import _get_dataloader_init_args_and_kwargs, _reinstantiate_wrapped_cls
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
@@ -47,18 +47,8 @@ def apply_to_trainer(trainer: "Trainer", settings: Settings) -> None:
     Raises:
         ValueError: the Trainer says something else, or batch sizes contradict one another.
     """
-    training, source = settings.training, settings.source
-    accumulate = training.gradient_accumulation_steps
-    own = trainer.accumulate_grad_batches
-    sizes = training.batch(trainer.world_size, own if own != 1 else None)
-    if sizes is not None:
-        accumulate = sizes[2]
-    if accumulate is not None and accumulate != own:
-        if own != 1:
-            raise ValueError(_differ("accumulate_grad_batches", own, "gradient_accumulation_steps", accumulate, source))
-        _refuse_manual(trainer, f"gradient_accumulation_steps={accumulate}", source)
-        trainer.accumulate_grad_batches = accumulate
-    clip = training.gradient_clipping
+    _accumulate(trainer, settings)
+    clip, source = settings.training.gradient_clipping, settings.place("gradient_clipping")
     if clip is None:
         return
     theirs, by = trainer.gradient_clip_val, str(getattr(trainer.gradient_clip_algorithm, "value", "norm"))
@@ -67,6 +57,24 @@ def apply_to_trainer(trainer: "Trainer", settings: Settings) -> None:
     if clip > 0:
         _refuse_manual(trainer, f"gradient_clipping={clip}", source)
         trainer.gradient_clip_val = clip
+
+
+def _accumulate(trainer: "Trainer", settings: Settings) -> None:
+    training, own = settings.training, trainer.accumulate_grad_batches
+    sizes = training.batch(trainer.world_size, own if own != 1 else None)
+    accumulate = training.gradient_accumulation_steps if sizes is None else sizes[2]
+    if accumulate is None:
+        return
+    name = "gradient_accumulation_steps"
+    source = settings.place(name if training.gradient_accumulation_steps else "train_batch_size")
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    if any(type(callback).__name__ == "GradientAccumulationScheduler" for callback in callbacks):
+        raise ValueError(f"{name}={accumulate} of {source} and GradientAccumulationScheduler contradict one another.")
+    if accumulate != own:
+        if own != 1:
+            raise ValueError(_differ("accumulate_grad_batches", own, name, accumulate, source))
+        _refuse_manual(trainer, f"{name}={accumulate}", source)
+        trainer.accumulate_grad_batches = accumulate
 
 
 def _differ(theirs: str, value: Any, ours: str, other: Any, source: str) -> str:
@@ -93,11 +101,12 @@ def fit_loader(loader: Any, trainer: "Trainer", settings: Settings) -> Any:
         return loader
     total, micro, steps = sizes
     now = _batch_size(loader)
-    said = f"{settings.source}: {total} samples a step, {steps} batches, {trainer.world_size} ranks"
+    place = settings.place("micro_batch_size" if settings.training.micro_batch_size else "train_batch_size")
+    said = f"{place}: {total} samples a step, {steps} batches, {trainer.world_size} ranks"
     if now is None:
         rank_zero_warn(f"{said}: a batch must have {micro} samples, and nobody can say how many yours have.")
     elif now != micro and _is_plain(loader):
-        rank_zero_info(f"{said}: your DataLoader of {now} samples is made anew with batch_size={micro}.")
+        rank_zero_warn(f"{said}: your DataLoader of {now} samples is made anew with batch_size={micro}.")
         args, kwargs = _get_dataloader_init_args_and_kwargs(loader, loader.sampler)
         names = getattr(loader, "__pl_saved_arg_names", ())
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs, "batch_size": micro}
@@ -132,14 +141,19 @@ def configure_optimizers(module: "LightningModule", settings: Settings) -> Calla
         if training.optimizer is not None:
             if _is_written(own):
                 rank_zero_warn(
-                    f"The optimizer is that of {settings.source}; configure_optimizers of {type(module).__name__} is "
-                    "not called, nor a scheduler that it would make."
+                    f"The optimizer is that of {settings.place('optimizer')}; configure_optimizers of "
+                    f"{type(module).__name__} is not called, nor a scheduler that it would make."
                 )
             optimizer = make_optimizer(training.optimizer, module)
         else:
-            optimizer = _only_optimizer(own(), settings.source)
+            optimizer = _only_optimizer(own(), settings.place("scheduler"))
         if training.scheduler is None:
             return optimizer
+        if not module.automatic_optimization:
+            raise ValueError(
+                f"The scheduler of {settings.place('scheduler')} needs automatic optimization: {type(module).__name__} "
+                "decides for itself when to step."
+            )
         steps = lambda: int(module.trainer.estimated_stepping_batches)
         scheduler = make_scheduler(training.scheduler, optimizer, steps, module)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -155,9 +169,9 @@ def _is_written(method: Callable[[], Any]) -> bool:
 def _only_optimizer(configured: Any, source: str) -> Optimizer:
     """The optimizer that a module has configured, whose scheduler the configuration brings."""
     found = configured
+    if not isinstance(found, Optimizer) and not (isinstance(found, dict) and found.keys() == {"optimizer"}):
+        rank_zero_warn(f"The scheduler is that of {source}; one of configure_optimizers is not used.")
     if isinstance(found, dict):
-        if "lr_scheduler" in found:
-            rank_zero_warn(f"The scheduler is that of {source}; the one of configure_optimizers is not used.")
         found = found["optimizer"]
     elif isinstance(found, list | tuple):
         flat = [item for part in found for item in (part if isinstance(part, list | tuple) else [part])]
@@ -206,4 +220,4 @@ def add_monitor(trainer: "Trainer", settings: Settings) -> None:
 
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     if settings.training.monitor and not any(isinstance(callback, ZeroMonitor) for callback in callbacks):
-        callbacks.append(ZeroMonitor())
+        callbacks.insert(0, ZeroMonitor())  # before those that save what is logged

@@ -18,16 +18,16 @@ zero_allow_untested_optimizer = true -> no effect
 zero_force_ds_cpu_optimizer = false -> no effect
 gradient_clipping = 0.5 -> Trainer; gradient_clipping=0.5
 fp16.enabled = true -> Trainer; precision="16-true"; loss_scale={"loss_scale_window": 1000, "hysteresis": 2}
-fp16.loss_scale = 128 -> honoured
-fp16.initial_scale_power = 8 -> honoured
-fp16.loss_scale_window = 100 -> honoured
-fp16.hysteresis = 3 -> honoured
-fp16.consecutive_hysteresis = true -> honoured
-fp16.min_loss_scale = 2 -> honoured
-fp16.auto_cast = true -> honoured
-fp16.fp16_master_weights_and_grads = true -> honoured; master_dtype="fp16"; gradient_dtype="fp16"
-bf16.enabled = true -> Trainer; precision="bf16-true"
-bf16.check_grad_overflow = true -> honoured
+fp16.loss_scale = 128 -> no effect
+fp16.initial_scale_power = 8 -> no effect
+fp16.loss_scale_window = 100 -> no effect
+fp16.hysteresis = 3 -> no effect
+fp16.consecutive_hysteresis = true -> no effect
+fp16.min_loss_scale = 2 -> no effect
+fp16.auto_cast = true -> no effect
+fp16.fp16_master_weights_and_grads = true -> no effect
+bf16.enabled = true -> Trainer; precision="bf16-true"; nonfinite_gradients="skip"
+bf16.check_grad_overflow = true -> no effect
 bf16.immediate_grad_update = true -> no effect
 bf16.bf16_master_weights_and_grads = true -> refused
 bf16.bf16_optimizer_states = true -> refused
@@ -56,15 +56,15 @@ activation_checkpointing.contiguous_memory_optimization = true -> no effect
 activation_checkpointing.number_checkpoints = 4 -> no effect
 activation_checkpointing.synchronize_checkpoint_boundary = true -> no effect
 activation_checkpointing.profile = true -> no effect
-aio.block_size = 8192 -> honoured
-aio.queue_depth = 16 -> honoured
-aio.intra_op_parallelism = 2 -> honoured
-aio.thread_count = 2 -> old name
+aio.block_size = 8192 -> no effect
+aio.queue_depth = 16 -> no effect
+aio.intra_op_parallelism = 2 -> no effect
+aio.thread_count = 2 -> no effect
 aio.single_submit = true -> no effect
 aio.overlap_events = false -> no effect
 aio.use_gds = true -> refused
 checkpoint.tag_validation = "Fail" -> no effect
-checkpoint.load_universal = true -> honoured
+checkpoint.load_universal = true -> no effect
 checkpoint.use_node_local_storage = true -> refused
 checkpoint.parallel_write.pipeline_stage = true -> no effect
 checkpoint.checkpoint_serialization = false -> no effect
@@ -75,7 +75,7 @@ checkpoint.writer.io_buffer_double = true -> no effect
 checkpoint.writer.show_statistics = true -> no effect
 checkpoint.writer.data_parallel = "replica" -> no effect
 checkpoint.writer.io_multiplier = 2 -> no effect
-datastates_ckpt = {"host_cache_size": 16} -> refused
+datastates_ckpt = {"host_cache_size": 16} -> no effect
 nebula = {"enabled": true} -> refused
 comms_logger.enabled = true -> honoured; monitor=true
 comms_logger.verbose = true -> no effect
@@ -230,18 +230,18 @@ zero_optimization.zeropp_loco_param = {"err_beta": 0.8} -> refused
 zero_optimization.zenflow = {"topk_ratio": 0.1} -> refused
 zero_optimization.offload_optimizer.device = "cpu" -> refused
 zero_optimization.offload_optimizer.device = "none" -> honoured
-zero_optimization.offload_optimizer.nvme_path = "/scratch" -> honoured
-zero_optimization.offload_optimizer.pin_memory = false -> honoured
-zero_optimization.offload_optimizer.buffer_count = 5 -> honoured
-zero_optimization.offload_optimizer.pipeline_read = true -> honoured
+zero_optimization.offload_optimizer.nvme_path = "/scratch" -> no effect
+zero_optimization.offload_optimizer.pin_memory = false -> no effect
+zero_optimization.offload_optimizer.buffer_count = 5 -> no effect
+zero_optimization.offload_optimizer.pipeline_read = true -> no effect
 zero_optimization.offload_optimizer.pipeline_write = false -> no effect
 zero_optimization.offload_optimizer.fast_init = true -> no effect
-zero_optimization.offload_optimizer.ratio = 0.5 -> honoured
+zero_optimization.offload_optimizer.ratio = 0.5 -> no effect
 zero_optimization.offload_optimizer.super_offload = true -> refused
 zero_optimization.offload_optimizer.cpuadam_cores_perc = 0.5 -> no effect
 zero_optimization.offload_param.device = "cpu" -> refused
-zero_optimization.offload_param.nvme_path = "/scratch" -> honoured
-zero_optimization.offload_param.pin_memory = false -> honoured
+zero_optimization.offload_param.nvme_path = "/scratch" -> no effect
+zero_optimization.offload_param.pin_memory = false -> no effect
 zero_optimization.offload_param.buffer_count = 5 -> no effect
 zero_optimization.offload_param.buffer_size = 1e8 -> no effect
 zero_optimization.offload_param.max_in_cpu = 1e9 -> no effect
@@ -276,4 +276,41 @@ offload_optimizer.device = "cpu" -> honoured; offload_optimizer={"device": "cpu"
 offload_param.device = "cpu" -> honoured; offload_params={"device": "cpu"}
 cpu_offload = true -> old name; offload_optimizer={"device": "cpu"}
 cpu_offload_param = true -> old name; offload_params={"device": "cpu"}
+"""
+
+AT_FP16 = """
+loss_scale = 128 -> honoured; loss_scale={"loss_scale_window": 1000, "hysteresis": 2, "loss_scale": 128}
+initial_scale_power = 8 -> honoured; loss_scale={"loss_scale_window": 1000, "hysteresis": 2, "initial_scale_power": 8}
+loss_scale_window = 100 -> honoured; loss_scale={"loss_scale_window": 100, "hysteresis": 2}
+hysteresis = 3 -> honoured; loss_scale={"loss_scale_window": 1000, "hysteresis": 3}
+min_loss_scale = 2 -> honoured; loss_scale={"loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 2}
+auto_cast = true -> honoured
+auto_cast = false -> no effect
+fp16_master_weights_and_grads = true -> honoured; master_dtype="fp16"; gradient_dtype="fp16"
+initial_scale_power = 200 -> refused
+min_loss_scale = 0 -> refused
+"""
+
+AT_BF16 = """
+check_grad_overflow = true -> honoured
+check_grad_overflow = false -> honoured; nonfinite_gradients="warn"
+immediate_grad_update = true -> no effect
+bf16_master_weights_and_grads = true -> refused
+bf16_optimizer_states = true -> refused
+"""
+
+AT_NVME = """
+aio.block_size = 8192 -> honoured; block_size=8192
+aio.queue_depth = 16 -> honoured; queue_depth=16
+aio.intra_op_parallelism = 2 -> honoured; threads=2
+aio.thread_count = 2 -> old name; threads=2
+aio.block_size = 1000 -> refused
+zero_optimization.offload_optimizer.pin_memory = false -> honoured; pin_memory=false
+zero_optimization.offload_optimizer.buffer_count = 5 -> honoured; buffer_count=5
+zero_optimization.offload_optimizer.buffer_count = 1 -> honoured; buffer_count=3
+zero_optimization.offload_optimizer.pipeline_read = true -> honoured
+zero_optimization.offload_optimizer.pipeline_write = false -> no effect
+zero_optimization.offload_optimizer.ratio = 0.5 -> honoured; ratio=0.5
+zero_optimization.offload_optimizer.ratio = 2 -> refused
+zero_optimization.offload_optimizer.nvme_path = "/fast" -> honoured; nvme_path="/fast"
 """

@@ -5,7 +5,8 @@ import json
 import re
 
 import pytest
-from deepspeed_keys import AT_STAGE_3, KEYS
+from deepspeed_keys import AT_BF16, AT_FP16, AT_NVME, AT_STAGE_3, KEYS
+from omegaconf import OmegaConf
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.__main__ import main
@@ -21,19 +22,53 @@ def nested(key, value):
     return value
 
 
-def lines(text, prefix="", base=()):
+def merged(one, other):
+    """Two configurations, block by block."""
+    both = dict(one)
+    for name, value in other.items():
+        inner = both.get(name)
+        both[name] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return both
+
+
+def lines(text, prefix="", base=(), makes=()):
+    """Each line beside a configuration ``base``, which makes settings of its own."""
     for line in text.strip().splitlines():
         given, _, outcome = line.partition(" -> ")
         key, value = given.split(" = ", 1)
         fate, *settings = outcome.split("; ")
         wanted = {name: json.loads(word) for name, word in (setting.split("=", 1) for setting in settings)}
-        config = nested(prefix + key, json.loads(value))
-        for name, more in base:
-            config[name] = {**more, **config.get(name, {})}
-        yield pytest.param(prefix + key, config, fate, wanted, id=f"{prefix}{key}={value}"[:60])
+        config = merged(dict(base), nested(prefix + key, json.loads(value)))
+        yield pytest.param(prefix + key, config, fate, {**dict(makes), **wanted}, id=f"{prefix}{key}={value}"[:60])
 
 
-TABLE = [*lines(KEYS), *lines(AT_STAGE_3, "zero_optimization.", [("zero_optimization", {"stage": 3})])]
+FP16 = {"precision": "16-true", "loss_scale": {"loss_scale_window": 1000, "hysteresis": 2}}
+CONSECUTIVE = "consecutive_hysteresis = true -> honoured"
+BF16 = {"precision": "bf16-true", "nonfinite_gradients": "skip"}
+ON_DISK = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/scratch"}}
+TABLE = [
+    *lines(KEYS),
+    *lines(AT_STAGE_3, "zero_optimization.", {"zero_optimization": {"stage": 3}}, {"stage": 3}),
+    *lines(AT_FP16, "fp16.", {"fp16": {"enabled": True}}, FP16),
+    *lines(
+        CONSECUTIVE,
+        "fp16.",
+        {"fp16": {"enabled": True}},
+        {**FP16, "loss_scale": {**FP16["loss_scale"], "consecutive_hysteresis": True}},
+    ),
+    *lines(AT_BF16, "bf16.", {"bf16": {"enabled": True}}, BF16),
+]
+DISK = [*lines(AT_NVME, "", {"zero_optimization": ON_DISK})]
+
+
+@pytest.mark.parametrize(("key", "config", "fate", "settings"), DISK)
+def test_a_key_of_offload_to_a_disk(key, config, fate, settings):
+    read = translate(config)
+    (verdict,) = [each for each in read.verdicts if each.key == key]
+    assert verdict.fate.value == fate, table(read)
+    if fate != "refused":
+        wanted = {"device": "nvme", "nvme_path": "/scratch", **settings}
+        assert read.settings == {"stage": 2, "offload_optimizer": wanted}
 
 
 def test_every_key_is_in_the_table_and_has_a_row():
@@ -44,14 +79,14 @@ def test_every_key_is_in_the_table_and_has_a_row():
 def test_a_key_has_its_fate_and_makes_its_settings(key, config, fate, settings):
     """Settings that a key must not make would show as a difference, too."""
     read = translate(config)
-    (verdict,) = [each for each in read.verdicts if each.key == key]
+    (verdict,) = [each for each in read.verdicts if each.key == key and (each.value is not None or fate == "refused")]
     assert verdict.fate.value == fate, table(read)
     assert verdict.words or fate == "honoured"
     if fate == "refused":
         with pytest.raises(ValueError, match=re.escape(key)):
             ZeroStrategy(config=config)
         return
-    made = {"stage": 3 if config.get("zero_optimization", {}).get("stage") == 3 else 0, **settings}
+    made = settings
     shown = {name: list(value) if isinstance(value, tuple) else value for name, value in read.settings.items()}
     assert shown == made
     ZeroStrategy(config=config)
@@ -191,3 +226,82 @@ def test_settings_survive_the_way_to_deepspeed_and_back(settings):
 def test_what_json_has_no_words_for_is_not_written():
     with pytest.raises(ValueError, match="optimizer=.*cannot be written into a JSON file"):
         ZeroStrategy(optimizer=lambda params: None).to_deepspeed()
+
+
+# What several keys say together
+
+
+def fate_of(config, key):
+    (verdict,) = [each for each in translate(config).verdicts if each.key == key]
+    return verdict.fate.value, verdict.words
+
+
+def test_what_is_said_of_a_precision_that_is_off_changes_nothing():
+    config = {"bf16": {"enabled": True}, "fp16": {"enabled": False, "fp16_master_weights_and_grads": True}}
+    assert fate_of(config, "fp16.fp16_master_weights_and_grads") == ("no effect", "fp16 is off")
+    assert ZeroStrategy(config=config).config.master_dtype is None
+
+
+def test_overflows_are_left_out_in_bf16_as_in_deepspeed():
+    assert fate_of({"bf16": {"enabled": True}}, "bf16.check_grad_overflow")[0] == "honoured"
+    assert ZeroStrategy(config={"bf16": {"enabled": True}}).config.nonfinite_gradients == "skip"
+
+
+def test_a_file_without_a_stage_leaves_it_to_the_keyword():
+    assert ZeroStrategy(stage=2, config={"train_batch_size": 32}).config.stage == 2
+    assert ZeroStrategy(stage=3, config={"zero_optimization": {"offload_param": {"device": "cpu"}}}).config.stage == 3
+    assert ZeroStrategy(config={"train_batch_size": 32}).config.stage == 0
+    assert fate_of({"train_batch_size": 32}, "zero_optimization.stage") == (
+        "honoured",
+        "0, DeepSpeed's default: nothing is sharded",
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"aio": {"intra_op_parallelism": 2, "thread_count": 4}}, "aio.thread_count"),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0, "prefetch_bucket_size": 5}},
+            "zero_optimization.prefetch_bucket_size",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "none"}}},
+            "zero_optimization.cpu_offload",
+        ),
+        ({"bf16": {"enabled": True}, "bfloat16": {"enabled": False}}, "bfloat16"),
+        ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage"),
+        ({"prescale_gradients": True, "data_types": {"grad_accum_dtype": "fp16"}}, "prescale_gradients"),
+        ({"train_batch_size": float("inf")}, "train_batch_size"),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage"),
+        ({"communication_data_type": ["fp32"]}, "communication_data_type"),
+    ],
+)
+def test_contradictions_within_a_file_are_refused(config, key):
+    assert fate_of(config, key)[0] == "refused"
+    with pytest.raises(ValueError, match=re.escape(key)):
+        ZeroStrategy(config=config)
+
+
+def test_our_own_block_goes_before_and_that_is_said():
+    config = {"zero_optimization": {"stage": 2}, "lightning_zero": {"stage": 3, "prefetch": 2}}
+    assert fate_of(config, "zero_optimization.stage") == ("no effect", "lightning_zero.stage goes before")
+    assert ZeroStrategy(config=config).config.stage == 3
+
+
+def test_a_long_configuration_comes_in_base64():
+    config = {"zero_optimization": {"stage": 2}, "wandb": {"project": "x" * 3000}}
+    encoded = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
+    assert ZeroStrategy(config=encoded).config.stage == 2
+
+
+def test_keys_to_other_services_are_not_shown():
+    assert "hush" not in table(translate({"comet": {"api_key": "hush"}}))
+
+
+def test_a_file_may_begin_with_a_mark_and_lists_may_be_omegaconfs(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_bytes(b'\xef\xbb\xbf{"zero_optimization": {"stage": 2}}')
+    assert ZeroStrategy(config=path).config.stage == 2
+    config = OmegaConf.create({"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["a.Moe"]}}})
+    assert ZeroStrategy(config=config).config.leaf_classes == ("Moe",)

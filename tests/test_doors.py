@@ -54,7 +54,7 @@ def by_json(stage):
             "train_batch_size": 16,
             "gradient_accumulation_steps": 2,
             "gradient_clipping": 0.5,
-            "bf16": {"enabled": True},
+            "bf16": {"enabled": True, "check_grad_overflow": False},
             "zero_optimization": zero,
             "optimizer": ADAM,
             "scheduler": WARM,

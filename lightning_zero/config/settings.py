@@ -32,6 +32,15 @@ class Settings:
     translation: Translation | None = None
     keywords: Mapping[str, Any] = field(default_factory=dict)
 
+    def place(self, name: str) -> str:
+        """Where a setting was said, for messages."""
+        return "ZeroStrategy" if name in self.keywords else self.source
+
+    @property
+    def any_16_bits(self) -> bool:
+        """Whether ``precision`` means any precision of these 16 bits, as DeepSpeed's ``bf16`` does."""
+        return self.translation is not None and self.translation.any_16_bits and "precision" not in self.keywords
+
     @property
     def autos(self) -> list[str]:
         """Keys whose "auto" waits for the module's hidden size."""
@@ -90,20 +99,24 @@ def settings_from(keywords: Mapping[str, Any], config: Given | None = None) -> S
     values = _values(zero, training)
     own = {name: value for name, value in values.items() if value != _DEFAULTS[name]}
     own |= {"stage": zero.stage} if "stage" in keywords else {}
-    translation = translate(given)
+    translation = translate(given, keywords.get("stage"))
     translation.check()
     source, theirs = translation.source, translation.settings
     for name in theirs:
         if name not in ZERO + TRAINING:
             raise ValueError(f"{source}: ZeroStrategy has no setting {name!r}.{nearest(name, ZERO + TRAINING)}")
     try:
-        read = _values(*_sorted(theirs))
+        read = _values(*_sorted({"stage": translation.stage, **theirs}))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{source}: {error}") from None
     for name, value in own.items():
         if name in theirs and value != read[name]:
             raise ValueError(f"{name}={value!r} of ZeroStrategy and {read[name]!r} of {source} differ. Say it once.")
-    return Settings(*_sorted({**theirs, **own}), source, translation, own)
+    try:
+        both = _sorted({"stage": translation.stage, **theirs, **own})
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"ZeroStrategy and {source}: {error}") from None
+    return Settings(*both, source, translation, own)
 
 
 def _sorted(values: Mapping[str, Any]) -> tuple[ZeroConfig, TrainingConfig]:

@@ -1,6 +1,6 @@
 """Hugging Face's "auto": what a module says of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -31,3 +31,18 @@ def number(module: nn.Module, name: str) -> float | None:
             "in its place."
         )
     return value
+
+
+def first_number(module: nn.Module, names: Sequence[str]) -> float | None:
+    """What the module says under the first of ``names`` that it knows: hyperparameters of all names before attributes.
+
+    Raises:
+        ValueError: it is no number.
+    """
+    hparams = getattr(module, "hparams", None)
+    known = [name for name in names if isinstance(hparams, Mapping) and hparams.get(name) is not None]
+    for name in (*known, *names):
+        value = number(module, name)
+        if value is not None:
+            return value
+    return None

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.config.names import nearest
 from lightning_zero.engine.elementwise import REASONS, STOCK
-from lightning_zero.optim.auto import is_auto, number, said
+from lightning_zero.optim.auto import first_number, is_auto, number, said
 from lightning_zero.optim.lion import Lion
 
 CLASSES: dict[str, type[Optimizer]] = {**{cls.__name__: cls for cls in STOCK}, "Lion": Lion}
@@ -110,6 +110,8 @@ def _parsed(chosen: Mapping[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]
         if key not in own and not (isinstance(value, bool) and value in extra[key]):
             values = " or ".join(map(str, extra[key]))
             raise ValueError(f"optimizer.params.{key}={value!r} must be {values} for {name}.")
+        if isinstance(value, str) and not is_auto(value):
+            raise ValueError(f"optimizer.params.{key}={value!r} is text and must be a number.")
         if is_auto(value) and key not in AUTO:
             raise ValueError(
                 f"optimizer.params.{key}='auto' is not known: only {', '.join(AUTO)} may be; give a value."
@@ -147,9 +149,9 @@ def _of_module(module: nn.Module, key: str) -> Any:
             return betas
         halves = [number(module, name) for name in ("adam_beta1", "adam_beta2")]
         return tuple(default if half is None else half for half, default in zip(halves, AUTO["betas"], strict=True))
-    found = [value for name in SOURCES[key] if (value := number(module, name)) is not None]
-    if found:
-        return found[0]
+    found = first_number(module, SOURCES[key])
+    if found is not None:
+        return found
     if key == "lr":
         owner = type(module).__name__
         raise ValueError(

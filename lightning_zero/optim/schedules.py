@@ -109,7 +109,13 @@ def _parsed(chosen: Mapping[str, Any]) -> tuple[type[LRScheduler], dict[str, Any
             raise TypeError(f"scheduler.params.{key}: {name} has no such setting.{nearest(key, known)}")
         if isinstance(value, str) and key not in WORDS and not (is_auto(value) and key in AUTO):
             raise ValueError(f"scheduler.params.{key}={value!r} is text and must be a number.")
-    return cls, {key: value for key, value in given.items() if key in known}
+    return cls, {key: _whole(key, value) for key, value in given.items() if key in known}
+
+
+def _whole(key: str, value: Any) -> Any:
+    """JSON's 1e5 is a whole number where steps are counted."""
+    counts = key.endswith(("_steps", "_size", "_count"))
+    return int(value) if counts and isinstance(value, float) and value.is_integer() else value
 
 
 def _filled(

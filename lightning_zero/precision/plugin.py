@@ -248,14 +248,15 @@ def adapt(plugin: _Precision) -> ZeroPrecision:
     return plugin
 
 
-def choose(plugin: _Precision, wanted: str | None, family: bool, source: str) -> _Precision:
-    """The plugin of the precision that a configuration wants, of the same Lightning namespace.
+def choose(plugin: _Precision, wanted: str | None, family: bool, source: str, namespace: str) -> _Precision:
+    """The plugin of the precision that a configuration wants.
 
     Args:
-        plugin: the Trainer's. ``32-true`` is its default and gives way.
+        plugin: the Trainer's. Its default, ``32-true``, gives way.
         wanted: the configuration's; None: the Trainer's.
         family: whether ``wanted`` means any precision of these 16 bits, as DeepSpeed's ``bf16`` does.
         source: of the configuration, for the message.
+        namespace: of the Lightning whose plugin it is to be.
 
     Raises:
         ValueError: the Trainer says another precision.
@@ -263,13 +264,12 @@ def choose(plugin: _Precision, wanted: str | None, family: bool, source: str) ->
     own = str(plugin.precision)
     if wanted in (None, own) or (family and wanted and own.partition("-")[0] == wanted.partition("-")[0]):
         return plugin
-    if own != "32-true":
+    plugins = import_module(f"{namespace}.plugins.precision")
+    if own != "32-true" or getattr(plugin, "plain_class", type(plugin)) is not plugins.Precision:
         raise ValueError(
             f"Trainer(precision={own!r}) and precision={wanted!r} of {source} contradict one another. "
             "Say it in one place."
         )
-    namespace = type(plugin).__module__.partition(".plugins")[0]
-    plugins = import_module(f"{namespace}.plugins.precision")
     if wanted in MIXED:
         made: _Precision = plugins.MixedPrecision(wanted, "cpu")
     elif wanted in HALF:

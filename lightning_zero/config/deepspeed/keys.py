@@ -88,7 +88,7 @@ _AIO = [
 
 _CHECKPOINTS = [
     Row("checkpoint.tag_validation", N, "Lightning names the files", convert=text),
-    Row("checkpoint.load_universal", N, "every checkpoint loads at any number of ranks", convert=flag, met=(True,)),
+    Row("checkpoint.load_universal", N, "every checkpoint of ours loads at any number of ranks", convert=flag),
     Row("checkpoint.use_node_local_storage", R, "a checkpoint is one file, in a folder that rank 0 can write to"),
     Row("checkpoint.parallel_write.pipeline_stage", N, "a checkpoint is one file", convert=flag),
     Row("checkpoint.checkpoint_serialization", N, "a checkpoint is one file", convert=flag),
@@ -97,7 +97,7 @@ _CHECKPOINTS = [
         Row(f"checkpoint.writer.{name}", N, "of DeepSpeed's own writer")
         for name in "type io_buffer_size io_buffer_double show_statistics data_parallel io_multiplier".split()
     ),
-    Row("datastates_ckpt", R, "checkpoints are not written in the background", opaque=True),
+    Row("datastates_ckpt", N, "checkpoints are not written in the background", opaque=True),
     Row("nebula", R, "DeepSpeed has removed it: use Lightning's ModelCheckpoint", opaque=True),
 ]
 

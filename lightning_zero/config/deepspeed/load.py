@@ -4,7 +4,7 @@ import base64
 import binascii
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ def load(given: str | PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any]
     if isinstance(given, Mapping):
         return _plain(given), "the DeepSpeed configuration"
     path = Path(given).expanduser()
-    if path.is_file():
-        return _parse(path.read_text(encoding="utf-8"), str(given)), str(given)
+    if _is_file(path):
+        return _parse(path.read_text(encoding="utf-8-sig"), str(given)), str(given)
     decoded = _decode(os.fspath(given))
     if decoded is None:
         raise FileNotFoundError(f"There is no DeepSpeed configuration {os.fspath(given)!r} (looked in {Path.cwd()}).")
@@ -45,8 +45,22 @@ def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in given.items():
         if not isinstance(key, str):
             raise ValueError(f"The DeepSpeed configuration has a key {key!r}, which is no string.")
-        copied[key] = _plain(value) if isinstance(value, Mapping) else value
+        copied[key] = _plain_value(value)
     return copied
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return _plain(value)
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return [_plain_value(each) for each in value] if is_list else value
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name longer than any file's: base64
+        return False
 
 
 def _decode(given: str) -> str | None:

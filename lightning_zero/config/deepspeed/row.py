@@ -1,5 +1,6 @@
 """A key of DeepSpeed's JSON and what becomes of it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -58,7 +59,8 @@ def whole(least: int = 0) -> Convert:
     """Whole numbers from ``least``; JSON's 5e8 is one."""
 
     def convert(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < least:
+        numeric = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not numeric or value != int(value) or value < least:
             raise ValueError(f"must be a whole number, {least} or more")
         return int(value)
 
@@ -104,9 +106,10 @@ def one_of(*choices: Any) -> Convert:
     """One of some values."""
 
     def convert(value: Any) -> Any:
-        if value not in choices:
-            raise ValueError(f"must be one of {', '.join(map(repr, choices))}")
-        return value
+        for choice in choices:
+            if value == choice and isinstance(value, bool) == isinstance(choice, bool):
+                return choice
+        raise ValueError(f"must be one of {', '.join(map(repr, choices))}")
 
     return convert
 
@@ -120,6 +123,6 @@ _DTYPES = {
 
 def dtype(value: Any) -> str | None:
     """Names of dtypes, as ours."""
-    if value is not None and value not in _DTYPES:
+    if value is not None and (not isinstance(value, str) or value not in _DTYPES):
         raise ValueError("must be one of 'fp32', 'bf16', 'fp16'")
-    return _DTYPES.get(value)
+    return None if value is None else _DTYPES[value]

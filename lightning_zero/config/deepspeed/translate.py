@@ -40,12 +40,16 @@ class Translation:
         settings: keywords of :class:`lightning_zero.ZeroStrategy`.
         verdicts: one for each key, in the order of the file.
         autos: keys whose ``"auto"`` is found out from the module.
+        stage: that of the configuration, else of ZeroStrategy, else DeepSpeed's default.
+        any_16_bits: whether the precision is that of ``fp16.enabled`` or ``bf16.enabled``, which mean any of 16 bits.
     """
 
     source: str
     settings: dict[str, Any] = field(default_factory=dict)
     verdicts: list[Verdict] = field(default_factory=list)
     autos: list[str] = field(default_factory=list)
+    any_16_bits: bool = False
+    stage: int = 0
 
     @property
     def refused(self) -> list[Verdict]:
@@ -68,8 +72,12 @@ class Translation:
             raise ValueError("\n".join([f"{self.source} cannot be used:", *lines]))
 
 
-def translate(given: Given) -> Translation:
+def translate(given: Given, stage: int | None = None) -> Translation:
     """Read a DeepSpeed configuration.
+
+    Args:
+        given: the configuration.
+        stage: what ZeroStrategy says beside it; counts where the configuration says none.
 
     Returns:
         Settings and verdicts. What is refused is among the verdicts; see :meth:`Translation.check`.
@@ -82,7 +90,7 @@ def translate(given: Given) -> Translation:
     own = config.pop(OWN, None)
     reader = _Reader(source)
     reader.walk(config, "")
-    reader.finish(own)
+    reader.finish(own, stage)
     return reader.out
 
 
@@ -94,7 +102,8 @@ class _Reader:
         self.found: dict[str, Any] = {}
 
     def say(self, key: str, value: Any, fate: Fate, words: str) -> None:
-        """Note a verdict."""
+        """Note a verdict. Passwords are not shown."""
+        value = "***" if key.endswith("api_key") else value
         self.out.verdicts.append(Verdict(key, value, fate, words))
 
     def walk(self, block: Mapping[str, Any], prefix: str) -> None:
@@ -104,7 +113,9 @@ class _Reader:
             if key == ZERO and isinstance(value, bool):
                 self.say(key, value, Fate.ALIAS, f"{ZERO}.stage: {int(value)}")
                 self.found[f"{ZERO}.stage"] = int(value)
-            elif key == "bfloat16" and "bf16" not in block and isinstance(value, Mapping):
+            elif key == "bfloat16" and "bf16" in block:
+                self.say(key, value, Fate.REFUSED, "it is an old name of bf16, which is there, too: remove one of them")
+            elif key == "bfloat16" and isinstance(value, Mapping):
                 self.say(key, value, Fate.ALIAS, "bf16")
                 self.walk(value, "bf16.")
             elif key in ROWS:
@@ -152,6 +163,8 @@ class _Reader:
         """Hugging Face's "auto"."""
         if not row.auto:
             self.say(row.key, "auto", Fate.NO_EFFECT, "the default: Hugging Face fills in no such key")
+        elif row.key == f"{ZERO}.stage":
+            self.say(row.key, "auto", Fate.REFUSED, "write 0, 1, 2 or 3")
         elif row.key in AUTO:
             self.out.autos.append(row.key)
             self.say(row.key, "auto", row.fate, f"{AUTO[row.key][1]}; {row.words}")
@@ -160,24 +173,19 @@ class _Reader:
             self.found[row.key] = "auto"
             self.say(row.key, "auto", row.fate, f"{by}; {row.words}" if row.words else by)
 
-    def spare_stage_3(self) -> None:
-        """Keys of stage 3 do nothing at the others, as in DeepSpeed."""
-        stage = self.out.settings["stage"]
-        if stage == 3:
-            return
-        for number, verdict in enumerate(self.out.verdicts):
-            if verdict.key.startswith(f"{ZERO}.stage3_") and verdict.fate is Fate.HONOURED:
-                self.out.verdicts[number] = replace(verdict, fate=Fate.NO_EFFECT, words=f"at stage {stage}")
-
-    def finish(self, own: Any) -> None:
+    def finish(self, own: Any, stage: int | None) -> None:
         """What several keys decide together, and our own block."""
-        wrong = combine(self.found, ROWS, self.out.settings)
-        for key, words in wrong:
-            old = next((verdict for verdict in self.out.verdicts if verdict.key == key), None)
-            if old is not None:
-                self.out.verdicts.remove(old)
-            self.say(key, self.found.get(key), Fate.REFUSED, words)
-        self.spare_stage_3()
+        outcome = combine(self.found, ROWS, stage)
+        self.out.settings, self.out.stage = outcome.settings, outcome.stage
+        self.out.any_16_bits = True in (self.found.get("fp16.enabled"), self.found.get("bf16.enabled"))
+        for key, words in outcome.idle:
+            self.change(key, Fate.NO_EFFECT, words)
+        for key, words in outcome.wrong:
+            self.change(key, Fate.REFUSED, words)
+        judged = {verdict.key for verdict in self.out.verdicts}
+        for key, words in outcome.implied:
+            if key not in judged:
+                self.say(key, None, Fate.HONOURED, words)
         if "gradient_clipping" not in self.found:
             words = "DeepSpeed clips at 1.0 where nothing is said; here gradient_clip_val of the Trainer says it"
             self.say("gradient_clipping", None, Fate.TRAINER, words)
@@ -187,8 +195,20 @@ class _Reader:
             self.say(OWN, own, Fate.REFUSED, "must be an object, { ... }, with keywords of ZeroStrategy")
             return
         for name, value in own.items():
+            for key in self.found:
+                if ROWS[key].sets.partition(".")[0] == name:
+                    self.change(key, Fate.NO_EFFECT, f"{OWN}.{name} goes before")
             self.say(f"{OWN}.{name}", value, Fate.HONOURED, "keyword of ZeroStrategy")
         self.out.settings.update(own)
+
+    def change(self, key: str, fate: Fate, words: str) -> None:
+        """Another verdict on a key, if there is not a worse one already."""
+        for number, verdict in enumerate(self.out.verdicts):
+            if verdict.key == key:
+                if verdict.fate is not Fate.REFUSED:
+                    self.out.verdicts[number] = replace(verdict, fate=fate, words=words)
+                return
+        self.say(key, self.found.get(key), fate, words)
 
 
 def _is_in(value: Any, values: tuple[Any, ...]) -> bool:

@@ -9,7 +9,7 @@ H, A, N, R = Fate.HONOURED, Fate.ALIAS, Fate.NO_EFFECT, Fate.REFUSED
 _UNITS = "max_unit_bytes: so many elements in a unit, 16 MiB at least"
 
 _STAGE = [
-    Row("stage", H, "", "stage", one_of(0, 1, 2, 3)),
+    Row("stage", H, "", "stage", one_of(0, 1, 2, 3), auto=True),
     Row("contiguous_gradients", N, "gradients always are", convert=flag, met=(True,)),
     Row("overlap_comm", N, "communication always overlaps computation", convert=flag, met=(True,)),
     Row("reduce_scatter", N, "gradients are always reduced into shards", convert=flag, met=(True,)),
