@@ -8,6 +8,8 @@ import pytest
 import torch
 from harness import distributed, run_ranks
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from test_strategy import DIM, Net, trainer
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
@@ -483,3 +485,55 @@ def test_one_ranks_quarrel_with_its_trainer_is_everybodys(rank, world_size, tmp_
 def test_paths_and_functions_may_differ(rank, world_size, tmp_path):
     disk = {"device": "nvme", "nvme_path": str(tmp_path / f"disk{rank}")}
     fit(rank, world_size, tmp_path, ZeroStrategy(2, offload_optimizer=disk, optimizer=lambda p: torch.optim.SGD(p)))
+
+
+# What else says something of the same
+
+
+@distributed(world_size=1)
+def test_a_callback_that_schedules_accumulation_contradicts_a_number(rank, world_size, tmp_path):
+    strategy = ZeroStrategy(2, train_batch_size=8)
+    with pytest.raises(ValueError, match="of ZeroStrategy and GradientAccumulationScheduler contradict one another"):
+        fit(rank, world_size, tmp_path, strategy, callbacks=[GradientAccumulationScheduler({0: 4})])
+
+
+@distributed(world_size=1)
+def test_a_scheduler_needs_automatic_optimization(rank, world_size, tmp_path):
+    class Manual(With):
+        automatic_optimization = False
+
+    with pytest.raises(ValueError, match="The scheduler of ZeroStrategy needs automatic optimization: Manual"):
+        fit(rank, world_size, tmp_path, ZeroStrategy(2, scheduler=WARM), module=Manual())
+
+
+@pytest.mark.parametrize("lists", [True, False])
+@distributed(world_size=1)
+def test_a_scheduler_that_is_dropped_is_named(rank, world_size, tmp_path, lists):
+    class Listing(With):
+        def configure_optimizers(self):
+            made = super().configure_optimizers()
+            return ([made["optimizer"]], [made["lr_scheduler"]]) if lists else [made]
+
+    with pytest.warns(UserWarning, match="one of configure_optimizers is not used"):
+        fit(rank, world_size, tmp_path, ZeroStrategy(2, scheduler=WARM), module=Listing(), max_steps=2)
+
+
+def test_a_keyword_for_precision_is_no_family():
+    class Own(Precision):
+        """Of the user."""
+
+    zero_2 = {"zero_optimization": {"stage": 2}}
+    for strategy, plugin in (
+        (ZeroStrategy(precision="bf16-true", config=zero_2), MixedPrecision("bf16-mixed", "cpu")),
+        (ZeroStrategy(config={**zero_2, "torch_autocast": {"enabled": True}}), HalfPrecision("bf16-true")),
+        (ZeroStrategy(precision="bf16-true"), Own()),
+    ):
+        with pytest.raises(ValueError, match="contradict one another. Say it in one place"):
+            strategy.precision_plugin = plugin
+
+
+@distributed(world_size=1)
+def test_the_place_that_said_it_is_named(rank, world_size, tmp_path):
+    strategy = ZeroStrategy(gradient_clipping=1.0, config={"zero_optimization": {"stage": 2}})
+    with pytest.raises(ValueError, match="gradient_clipping=1.0 of ZeroStrategy contradict"):
+        fit(rank, world_size, tmp_path, strategy, gradient_clip_val=0.5)
