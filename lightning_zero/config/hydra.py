@@ -87,7 +87,11 @@ def hints(config_name: str, given: list[str]) -> Iterator[str]:
                 known |= dict.fromkeys([*config.hydra.runtime.choices, *_names(config)])
     for name in names:
         near = get_close_matches(name, known, n=1)
-        if name not in known and not name.startswith("hydra") and near:
+        if name in known or name.startswith("hydra") or not near:
+            continue
+        if name.startswith(f"{near[0]}."):
+            yield f"{near[0]} has nothing to set: choose one, as in {near[0]}=..., or say +{name}=... ."
+        else:
             yield f"Did you mean {near[0]}?"
 
 

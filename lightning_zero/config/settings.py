@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 from lightning_zero.config.deepspeed import Given, Translation, from_environment, translate
@@ -111,7 +112,10 @@ def settings_from(keywords: Mapping[str, Any], config: Given | None = None) -> S
         raise type(error)(f"{source}: {error}") from None
     for name, value in own.items():
         if name in theirs and value != read[name]:
-            raise ValueError(f"{name}={value!r} of ZeroStrategy and {read[name]!r} of {source} differ. Say it once.")
+            theirs_shown = _shown(read[name])
+            raise ValueError(
+                f"{name}={_shown(value)} of ZeroStrategy and {theirs_shown} of {source} differ. Say it once."
+            )
     try:
         both = _sorted({"stage": translation.stage, **theirs, **own})
     except (TypeError, ValueError) as error:
@@ -130,6 +134,8 @@ def _values(*parts: ZeroConfig | TrainingConfig) -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     """A value in words that are the same in every process."""
+    if isinstance(value, partial):
+        return f"{_shown(value.func)}({', '.join(f'{key}={_shown(each)}' for key, each in value.keywords.items())})"
     return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
 
 

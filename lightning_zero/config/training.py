@@ -166,7 +166,9 @@ def _made_by(name: str, value: Any) -> Any:
         )
     for key in value:
         if key not in ("type", "params"):
-            raise TypeError(f"{name} has no setting {key!r}.{nearest(key, ['type', 'params'])}")
+            raise TypeError(
+                f"{name} has no setting {key!r} beside 'type' and 'params': what it takes goes into params."
+            )
     params = value.get("params") or {}
     if not isinstance(params, Mapping):
         raise ValueError(f"{name}: params={params!r} must be a mapping.")

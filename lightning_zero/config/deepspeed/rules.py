@@ -70,8 +70,10 @@ def combine(found: Mapping[str, Any], rows: Mapping[str, Row], stage: int | None
     _offload(found, nested, out)
     _blocks(found, out)
     _sizes(nested.get("elements", {}), out.stage, out.settings)
-    if any(given.get(key) for key in ("comms_logger.enabled", "wall_clock_breakdown", "memory_breakdown")):
+    watched = [key for key in ("comms_logger.enabled", "wall_clock_breakdown", "memory_breakdown") if key in given]
+    if any(given[key] for key in watched):
         out.settings["monitor"] = True
+    out.idle += [(key, "off") for key in watched if not given[key]]
     if given.get(f"{Z}compute_grad_norm") is False and given.get("gradient_clipping"):
         out.wrong.append((f"{Z}compute_grad_norm", "gradient_clipping needs the norm"))
     if out.stage < 3:

@@ -167,7 +167,7 @@ class _Reader:
             self.say(row.key, "auto", Fate.REFUSED, "write 0, 1, 2 or 3")
         elif row.key in AUTO:
             self.out.autos.append(row.key)
-            self.say(row.key, "auto", row.fate, f"{AUTO[row.key][1]}; {row.words}")
+            self.say(row.key, "auto", row.fate, "; ".join(filter(None, (AUTO[row.key][1], row.words))))
         else:
             by = "as the Trainer says" if row.fate is Fate.TRAINER else "the default"
             self.found[row.key] = "auto"
