@@ -155,6 +155,9 @@ class ConfiguredMethods(_Base):
         translation = self._settings.translation
         if translation is not None:
             rank_zero_info(f"{table(translation)}\n{self._settings.describe()}")
+            if self._settings.overruled:
+                names = ", ".join(self._settings.overruled)
+                rank_zero_info(f"What {translation.source} says goes before ZeroStrategy's defaults of {names}.")
             unknown = [verdict.key for verdict in translation.unknown]
             if unknown:
                 rank_zero_warn(f"{translation.source} has keys that DeepSpeed does not know: {', '.join(unknown)}.")

@@ -396,6 +396,16 @@ def test_the_table_is_printed_once(rank, world_size, tmp_path, caplog):
 
 
 @distributed(world_size=1)
+def test_defaults_that_give_way_are_named(rank, world_size, tmp_path, caplog):
+    config = {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0}}
+    strategy = ZeroStrategy(prefetch=1, tile_size=2**18, config=config)
+    with caplog.at_level(logging.INFO):
+        fit(rank, world_size, tmp_path, strategy, max_steps=1)
+    said = [record.getMessage() for record in caplog.records if "goes before" in record.getMessage()]
+    assert len(said) == 1 and said[0].endswith("defaults of prefetch.") and strategy.config.prefetch == 0
+
+
+@distributed(world_size=1)
 def test_a_monitor_is_added_where_the_configuration_wants_one(rank, world_size, tmp_path):
     strategy = ZeroStrategy(config={"zero_optimization": {"stage": 2}, "wall_clock_breakdown": True})
     _, fitting = fit(rank, world_size, tmp_path, strategy, max_steps=1)

@@ -25,6 +25,7 @@ class Settings:
         source: what to call the place where they stand, in messages.
         translation: the DeepSpeed configuration that they come from, if there is one.
         keywords: what was given as such.
+        overruled: keywords that were given with their default value, and of which the configuration says otherwise.
     """
 
     zero: ZeroConfig
@@ -32,6 +33,7 @@ class Settings:
     source: str = "ZeroStrategy"
     translation: Translation | None = None
     keywords: Mapping[str, Any] = field(default_factory=dict)
+    overruled: list[str] = field(default_factory=list)
 
     def place(self, name: str) -> str:
         """Where a setting was said, for messages."""
@@ -120,7 +122,8 @@ def settings_from(keywords: Mapping[str, Any], config: Given | None = None) -> S
         both = _sorted({"stage": translation.stage, **theirs, **own})
     except (TypeError, ValueError) as error:
         raise type(error)(f"ZeroStrategy and {source}: {error}") from None
-    return Settings(*both, source, translation, own)
+    overruled = [name for name in keywords if name in theirs and name not in own and read[name] != values[name]]
+    return Settings(*both, source, translation, own, overruled)
 
 
 def _sorted(values: Mapping[str, Any]) -> tuple[ZeroConfig, TrainingConfig]:
