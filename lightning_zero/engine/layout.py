@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_zero.engine.elsewhere import StoredTensor
+
 BLOCK = 64
 """Elements: the unit of all cuts."""
 
@@ -51,6 +53,14 @@ class Slot:
         if len(self.dims) == 1:
             return whole
         return whole.reshape(-1) if self.in_order else whole.permute(self.dims).reshape(-1)
+
+    def part(self, whole: Tensor, start: int, stop: int) -> Tensor:
+        """Some of the elements of a tensor of the parameter's shape, counted from the slot's start; of one in a file,
+        only those are read.
+        """
+        if isinstance(whole, StoredTensor):
+            return whole.elements(self.dims, start, stop)
+        return self.flatten(whole.detach())[start:stop]
 
 
 class Layout:

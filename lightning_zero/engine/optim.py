@@ -22,6 +22,7 @@ from lightning_zero.engine.elementwise import (
     state_bytes,
     takes_one_by_one,
 )
+from lightning_zero.engine.elsewhere import StoredTensor
 from lightning_zero.engine.flat import Flat
 from lightning_zero.engine.gradients import Gradients, Homes
 from lightning_zero.engine.layout import Slot
@@ -384,4 +385,4 @@ def _piece(value: Any, slot: Slot, start: int, stop: int, tile: Tensor, key: str
         return value.clone()
     # as torch's load_state_dict: floating state takes the parameter's dtype
     dtype = tile.dtype if value.is_floating_point() and tile.is_floating_point() else value.dtype
-    return slot.flatten(value.detach())[start:stop].to(device=tile.device, dtype=dtype, copy=True)
+    return slot.part(value, start, stop).to(device=tile.device, dtype=dtype, copy=not isinstance(value, StoredTensor))

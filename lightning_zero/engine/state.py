@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.buffer import Pool
 from lightning_zero.engine.comm import Communicator
+from lightning_zero.engine.elsewhere import StoredTensor
 from lightning_zero.engine.flat import Flat
 from lightning_zero.engine.guard import unguard
 from lightning_zero.engine.optim import ShardedOptimizer, State
@@ -42,19 +43,23 @@ def collect(flat: Flat, index: int, own: Tensor, comm: Communicator, dst: int, w
 
 @torch.no_grad()
 def load(flat: Flat, values: Mapping[int, Tensor], readable: bool) -> None:
-    """Overwrite the parameters that ``values`` has (by id), in the masters and, where it is there, in the whole."""
+    """Overwrite the parameters that ``values`` has (by id): each rank its part of the masters, then, where they are
+    whole, the whole. Collective.
+    """
+    found = [index for index, param in enumerate(flat.params) if id(param) in values]
+    if not found:
+        return
     if readable:
-        flat.written.take_in()
-    for index, param in enumerate(flat.params):
-        value = values.get(id(param))
-        if value is None:
-            continue
+        flat.keep_writes()
+    for index in found:
+        value = values[id(flat.params[index])]
+        if isinstance(value, StoredTensor) and value.exact is not None:
+            value = value.exact
         slot = flat.layout.slots[index]
-        start, stop = flat.own_part(index)
-        elements = slot.flatten(value)
-        flat.write_master(flat.own_range(index)[0], elements[start - slot.start : stop - slot.start])
-        if readable:
-            flat.slot(flat.full, index).copy_(elements)
+        start, stop = (bound - slot.start for bound in flat.own_part(index))
+        flat.write_master(flat.own_range(index)[0], slot.part(value, start, stop))
+    if readable:
+        flat.gather().wait()
 
 
 @torch.no_grad()
