@@ -63,7 +63,7 @@ def _accumulate(trainer: "Trainer", settings: Settings) -> None:
     training, own = settings.training, trainer.accumulate_grad_batches
     sizes = training.batch(trainer.world_size, own if own != 1 else None)
     accumulate = training.gradient_accumulation_steps if sizes is None else sizes[2]
-    if accumulate is None:
+    if accumulate is None or not training.says_accumulation:
         return
     name = "gradient_accumulation_steps"
     source = settings.place(name if training.gradient_accumulation_steps else "train_batch_size")
@@ -103,6 +103,8 @@ def fit_loader(loader: Any, trainer: "Trainer", settings: Settings) -> Any:
     now = _batch_size(loader)
     place = settings.place("micro_batch_size" if settings.training.micro_batch_size else "train_batch_size")
     said = f"{place}: {total} samples a step, {steps} batches, {trainer.world_size} ranks"
+    if not training.says_accumulation:  # a step may have another number of batches in every epoch
+        said = f"{place}: micro_batch_size={micro}"
     if now is None:
         rank_zero_warn(f"{said}: a batch must have {micro} samples, and nobody can say how many yours have.")
     elif now != micro and _is_plain(loader):

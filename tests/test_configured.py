@@ -500,11 +500,24 @@ def test_paths_and_functions_may_differ(rank, world_size, tmp_path):
 # What else says something of the same
 
 
+@pytest.mark.parametrize(
+    "settings", [{"train_batch_size": 8}, {"micro_batch_size": 8, "gradient_accumulation_steps": 4}], ids=str
+)
 @distributed(world_size=1)
-def test_a_callback_that_schedules_accumulation_contradicts_a_number(rank, world_size, tmp_path):
-    strategy = ZeroStrategy(2, train_batch_size=8)
+def test_a_callback_that_schedules_accumulation_contradicts_a_number(rank, world_size, tmp_path, settings):
+    strategy = ZeroStrategy(2, **settings)
     with pytest.raises(ValueError, match="of ZeroStrategy and GradientAccumulationScheduler contradict one another"):
         fit(rank, world_size, tmp_path, strategy, callbacks=[GradientAccumulationScheduler({0: 4})])
+
+
+@distributed(world_size=1)
+def test_a_callback_schedules_accumulation_of_micro_batches(rank, world_size, tmp_path):
+    callbacks = [GradientAccumulationScheduler({0: 4, 1: 2})]
+    strategy = ZeroStrategy(2, micro_batch_size=16)
+    with pytest.warns(UserWarning, match="ZeroStrategy: micro_batch_size=16: your DataLoader of 8 samples"):
+        module, _ = fit(rank, world_size, tmp_path, strategy, max_epochs=2, callbacks=callbacks)
+    assert [len(step) for step in module.steps] == [4, 4, 2, 2, 2, 2]
+    assert {len(batch) for step in module.steps for batch in step} == {16}
 
 
 @distributed(world_size=1)

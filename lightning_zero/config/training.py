@@ -115,6 +115,11 @@ class TrainingConfig:
             raise ValueError(f"monitor={self.monitor!r} must be True or False.")
         self.batch(world_size=None)
 
+    @property
+    def says_accumulation(self) -> bool:
+        """Whether how many batches make a step is said here; else the Trainer says it, or a callback of it."""
+        return self.train_batch_size is not None or self.gradient_accumulation_steps is not None
+
     def batch(self, world_size: int | None, accumulate: int | None = None) -> tuple[int, int, int] | None:
         """``train_batch_size``, ``micro_batch_size`` and ``gradient_accumulation_steps`` on so many ranks; None if
         nothing is said of the first two.
