@@ -5,6 +5,8 @@ Where the Trainer says something else, that is an error that names both places.
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.data import _get_dataloader_init_args_and_kwargs, _reinstantiate_wrapped_cls
@@ -133,34 +135,39 @@ def _is_plain(loader: Any) -> bool:
 def configure_optimizers(module: "LightningModule", settings: Settings) -> Callable[[], Any] | None:
     """What takes the place of the module's ``configure_optimizers`` during a fit; None if nothing does.
 
-    As under Lightning's DeepSpeedStrategy, an optimizer of the configuration goes before the module's.
+    As under Lightning's DeepSpeedStrategy, an optimizer of the configuration goes before the module's. It is pickled
+    and copied with the module.
     """
     training, own = settings.training, module.configure_optimizers
     if training.optimizer is None and training.scheduler is None:
         return None
+    if training.optimizer is not None and _is_written(own):
+        rank_zero_warn(
+            f"The optimizer is that of {settings.place('optimizer')}; configure_optimizers of {type(module).__name__} "
+            "is not called, nor a scheduler that it would make."
+        )
+    if isinstance(own, MethodType):  # is pickled as a name of the module's, which then stands for what is made here
+        own = partial(own.__func__, own.__self__)
+    return partial(_configure, module, settings, own)
 
-    def configure() -> Any:
-        if training.optimizer is not None:
-            if _is_written(own):
-                rank_zero_warn(
-                    f"The optimizer is that of {settings.place('optimizer')}; configure_optimizers of "
-                    f"{type(module).__name__} is not called, nor a scheduler that it would make."
-                )
-            optimizer = make_optimizer(training.optimizer, module)
-        else:
-            optimizer = _only_optimizer(own(), settings.place("scheduler"))
-        if training.scheduler is None:
-            return optimizer
-        if not module.automatic_optimization:
-            raise ValueError(
-                f"The scheduler of {settings.place('scheduler')} needs automatic optimization: {type(module).__name__} "
-                "decides for itself when to step."
-            )
-        steps = lambda: int(module.trainer.estimated_stepping_batches)
-        scheduler = make_scheduler(training.scheduler, optimizer, steps, module)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    return configure
+def _configure(module: "LightningModule", settings: Settings, own: Callable[[], Any]) -> Any:
+    """The optimizer, and the scheduler if there is one; ``own`` makes those of the module."""
+    training = settings.training
+    if training.optimizer is not None:
+        optimizer = make_optimizer(training.optimizer, module)
+    else:
+        optimizer = _only_optimizer(own(), settings.place("scheduler"))
+    if training.scheduler is None:
+        return optimizer
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"The scheduler of {settings.place('scheduler')} needs automatic optimization: {type(module).__name__} "
+            "decides for itself when to step."
+        )
+    steps = lambda: int(module.trainer.estimated_stepping_batches)
+    scheduler = make_scheduler(training.scheduler, optimizer, steps, module)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 def _is_written(method: Callable[[], Any]) -> bool:

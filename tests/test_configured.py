@@ -1,13 +1,16 @@
 """Settings of a run (batch, accumulation, clipping, precision, optimizer), wherever they are said."""
 
+import copy
 import json
 import logging
+import operator
+import pickle
 import re
 
 import pytest
 import torch
 from harness import distributed, run_ranks
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from test_strategy import DIM, Net, trainer
@@ -345,6 +348,47 @@ def test_a_scheduler_of_the_configuration_moves_the_modules_optimizer(rank, worl
         strategy = ZeroStrategy(2, scheduler=WARM)
         module, fitting = fit(rank, world_size, tmp_path, strategy, module=With(), max_steps=3)
     assert type(fitting.optimizers[0]).__name__ == "SGD" and module.rates == pytest.approx([0.0, 0.0, 0.0025])
+
+
+@pytest.mark.parametrize("settings", [{"optimizer": ADAM}, {"scheduler": WARM}], ids=["optimizer", "scheduler"])
+@distributed(world_size=1)
+def test_a_module_can_be_pickled_and_copied_during_a_fit(rank, world_size, tmp_path, settings):
+    made = []
+
+    class Copying(Callback):
+        def on_train_start(self, trainer, module):
+            pickled = pickle.dumps(module), pickle.dumps(module.configure_optimizers)
+            whole, method = map(pickle.loads, pickled)
+            for configure in (whole.configure_optimizers, method, copy.deepcopy(module).configure_optimizers):
+                copied = configure.args[0]
+                copied.trainer = trainer
+                configured = configure()
+                optimizer = configured["optimizer"] if "scheduler" in settings else configured
+                assert all(map(operator.is_, optimizer.param_groups[0]["params"], copied.parameters()))
+                assert copied is not module
+                made.append(type(optimizer).__name__)
+
+    fit(rank, world_size, tmp_path, ZeroStrategy(2, **settings), module=With(), max_steps=1, callbacks=[Copying()])
+    assert made == ["AdamW" if "optimizer" in settings else "SGD"] * 3
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("hook", ["configure_optimizers", "on_train_start", "on_before_optimizer_step", "on_fit_end"])
+@distributed(world_size=2)
+def test_a_fit_that_fails_leaves_the_module_its_own_optimizer(rank, world_size, tmp_path, stage, hook):
+    def fail(*args):
+        raise OSError("by design")
+
+    for configure in (None, fail):  # of the class, and of the object
+        module = With()
+        if configure is not None:
+            module.configure_optimizers = configure
+        if hook != "configure_optimizers":
+            setattr(module, hook, fail)
+        strategy = ZeroStrategy(stage, optimizer=fail if hook == "configure_optimizers" else ADAM)
+        with pytest.raises(OSError, match="by design"):
+            fit(rank, world_size, tmp_path, strategy, module=module, max_steps=2)
+        assert vars(module).get("configure_optimizers") is configure
 
 
 @distributed(world_size=1)
