@@ -19,8 +19,8 @@ from hydra.utils import instantiate
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_zero.config.checks import nearest
 from lightning_zero.config.hydra import CONF, run_with_hints
-from lightning_zero.config.names import nearest
 from lightning_zero.launch import JobFailed, run, run_ranks
 
 

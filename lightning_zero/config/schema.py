@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from lightning_zero.config.names import nearest
+from lightning_zero.config import checks
 
 MIB = 2**20
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
@@ -54,10 +54,8 @@ class OffloadConfig:
         if self.device == "nvme" and not self.nvme_path:
             raise ValueError("device='nvme' needs nvme_path: a directory on a disk of this host.")
         for name, least in (("buffer_count", 3), ("block_size", 4096), ("queue_depth", 1), ("threads", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name}={value!r} must be a whole number, {least} or more.")
-        if not isinstance(self.ratio, int | float) or isinstance(self.ratio, bool) or not 0 <= self.ratio <= 1:
+            checks.whole(name, getattr(self, name), least)
+        if not checks.is_number(self.ratio) or not 0 <= self.ratio <= 1:
             raise ValueError(f"ratio={self.ratio!r} must be a number from 0 to 1.")
         if self.block_size % 4096:
             raise ValueError(f"block_size={self.block_size} must be a multiple of 4096, the pages of direct I/O.")
@@ -74,10 +72,7 @@ def _offload(name: str, value: Any) -> OffloadConfig:
             f"{name}={value!r} is neither a device ('none', 'cpu', 'nvme'), nor a mapping of settings, nor something"
             " that makes a tier."
         )
-    known = [field.name for field in fields(OffloadConfig)]
-    for key in value:
-        if key not in known:
-            raise TypeError(f"{name} has no setting {key!r}.{nearest(key, known)}")
+    checks.names(name, value, [field.name for field in fields(OffloadConfig)])
     return OffloadConfig(**value)
 
 
@@ -176,8 +171,7 @@ class ZeroConfig:
                 raise ValueError(f"{name}={value!r} must be a module class, its name, or a list of those.")
             setattr(self, name, tuple(kind.__name__ if isinstance(kind, type) else kind for kind in given))
         for name in ("saved_tensors_hooks", "broadcast_buffers"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
+            checks.flag(name, getattr(self, name))
         if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
             raise ValueError(f"stage={self.stage!r} is none of 0, 1, 2, 3.")
         if self.reduce_at not in (None, "window", "micro_batch"):
@@ -188,11 +182,9 @@ class ZeroConfig:
         if self.nonfinite_gradients not in ("warn", "raise", "skip"):
             raise ValueError(f"nonfinite_gradients={self.nonfinite_gradients!r} is none of 'warn', 'raise', 'skip'.")
         for name in ("min_unit_bytes", "max_unit_bytes", "persistence_threshold", "prefetch", "tile_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ValueError(f"{name}={value!r} must be a whole number, 0 or more.")
+            checks.whole(name, getattr(self, name), 0)
         limit = self.persistence_limit
-        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):
+        if limit is not None and not checks.is_whole(limit, 0):
             raise ValueError(f"persistence_limit={limit!r} must be a whole number, 0 or more, or None.")
         if self.tile_size % 64:
             raise ValueError(

@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
+from lightning_zero.config import checks
 from lightning_zero.config.deepspeed import Given, Translation, from_environment, translate
 from lightning_zero.config.deepspeed.rules import resolve_autos
 from lightning_zero.config.effects import without_effect
-from lightning_zero.config.names import nearest
 from lightning_zero.config.schema import ZeroConfig
 from lightning_zero.config.training import TrainingConfig
 
@@ -92,9 +92,7 @@ def settings_from(keywords: Mapping[str, Any], config: Given | None = None) -> S
         FileNotFoundError: there is no such configuration.
     """
     keywords = {name: value for name, value in keywords.items() if name != "stage" or value is not None}
-    for name in keywords:
-        if name not in ZERO + TRAINING:
-            raise TypeError(f"ZeroStrategy has no setting {name!r}.{nearest(name, ['config', *ZERO, *TRAINING])}")
+    checks.names("ZeroStrategy", keywords, ["config", *ZERO, *TRAINING])
     zero, training = _sorted(keywords)
     given = config if config is not None else from_environment()
     if given is None:
@@ -105,10 +103,8 @@ def settings_from(keywords: Mapping[str, Any], config: Given | None = None) -> S
     translation = translate(given, keywords.get("stage"))
     translation.check()
     source, theirs = translation.source, translation.settings
-    for name in theirs:
-        if name not in ZERO + TRAINING:
-            raise ValueError(f"{source}: ZeroStrategy has no setting {name!r}.{nearest(name, ZERO + TRAINING)}")
     try:
+        checks.names("ZeroStrategy", theirs, ZERO + TRAINING)
         read = _values(*_sorted({"stage": translation.stage, **theirs}))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{source}: {error}") from None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lightning_zero.config.names import nearest
+from lightning_zero.config import checks
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
 
@@ -38,19 +38,13 @@ class LossScaleConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("initial_scale_power", 0), ("loss_scale_window", 1), ("hysteresis", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"loss_scale: {name}={value!r} must be a whole number, {least} or more.")
+            checks.whole(f"loss_scale: {name}", getattr(self, name), least)
         if self.initial_scale_power > 127:
             raise ValueError(f"loss_scale: initial_scale_power={self.initial_scale_power}: 2**128 is infinite in fp32.")
-        if not _is_number(self.loss_scale) or self.loss_scale < 0:
-            raise ValueError(f"loss_scale: loss_scale={self.loss_scale!r} must be a finite number, 0 or more.")
-        if not _is_number(self.min_loss_scale) or self.min_loss_scale <= 0:
+        checks.number("loss_scale: loss_scale", self.loss_scale, 0)
+        if not checks.is_number(self.min_loss_scale) or self.min_loss_scale <= 0:
             raise ValueError(f"loss_scale: min_loss_scale={self.min_loss_scale!r} must be a finite number above 0.")
-        if not isinstance(self.consecutive_hysteresis, bool):
-            raise ValueError(
-                f"loss_scale: consecutive_hysteresis={self.consecutive_hysteresis!r} must be True or False."
-            )
+        checks.flag("loss_scale: consecutive_hysteresis", self.consecutive_hysteresis)
 
 
 @dataclass(kw_only=True)
@@ -94,25 +88,18 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         for name in ("train_batch_size", "micro_batch_size", "gradient_accumulation_steps"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name}={value!r} must be a whole number, 1 or more.")
-        if self.gradient_clipping is not None and (
-            not _is_number(self.gradient_clipping) or self.gradient_clipping < 0
-        ):
-            raise ValueError(f"gradient_clipping={self.gradient_clipping!r} must be a finite number, 0 or more.")
+            if getattr(self, name) is not None:
+                checks.whole(name, getattr(self, name), 1)
+        if self.gradient_clipping is not None:
+            checks.number("gradient_clipping", self.gradient_clipping, 0)
         if self.precision not in (None, *PRECISIONS):
             raise ValueError(f"precision={self.precision!r} is none of {', '.join(map(repr, PRECISIONS))}.")
         if isinstance(self.loss_scale, Mapping):
-            known = [field.name for field in fields(LossScaleConfig)]
-            for key in self.loss_scale:
-                if key not in known:
-                    raise TypeError(f"loss_scale has no setting {key!r}.{nearest(key, known)}")
+            checks.names("loss_scale", self.loss_scale, [field.name for field in fields(LossScaleConfig)])
             self.loss_scale = LossScaleConfig(**self.loss_scale)
         for name in ("optimizer", "scheduler"):
             setattr(self, name, _made_by(name, getattr(self, name)))
-        if not isinstance(self.monitor, bool):
-            raise ValueError(f"monitor={self.monitor!r} must be True or False.")
+        checks.flag("monitor", self.monitor)
         self.batch(world_size=None)
 
     @property
@@ -178,7 +165,3 @@ def _made_by(name: str, value: Any) -> Any:
     if not isinstance(params, Mapping):
         raise ValueError(f"{name}: params={params!r} must be a mapping.")
     return {"type": value["type"], "params": dict(params)}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")

@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_zero.config.names import nearest
+from lightning_zero.config import checks
 
 PerGroup = float | Sequence[float]
 WARMUPS = ("log", "linear")
@@ -50,9 +50,9 @@ class LRRangeTest(_Schedule):
         lr_range_test_staircase: bool = False,
     ) -> None:
         self.min_lrs = _each(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
-        self.step_size = _whole("lr_range_test_step_size", lr_range_test_step_size)
-        self.step_rate = _number("lr_range_test_step_rate", lr_range_test_step_rate)
-        self.staircase = _flag("lr_range_test_staircase", lr_range_test_staircase)
+        self.step_size = checks.whole("lr_range_test_step_size", lr_range_test_step_size, 1)
+        self.step_rate = checks.number("lr_range_test_step_rate", lr_range_test_step_rate)
+        self.staircase = checks.flag("lr_range_test_staircase", lr_range_test_staircase)
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
@@ -104,18 +104,18 @@ class OneCycle(_Schedule):
     ) -> None:
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        self.first = _whole("cycle_first_step_size", cycle_first_step_size)
-        self.second = _whole("cycle_second_step_size", second, least=0)
+        self.first = checks.whole("cycle_first_step_size", cycle_first_step_size, 1)
+        self.second = checks.whole("cycle_second_step_size", second, 0)
         self.stairs = (
-            _whole("cycle_first_stair_count", cycle_first_stair_count, least=0),
-            _whole("cycle_second_stair_count", stairs, least=0),
+            checks.whole("cycle_first_stair_count", cycle_first_stair_count, 0),
+            checks.whole("cycle_second_stair_count", stairs, 0),
         )
         self.lrs = _both(optimizer, "cycle_min_lr", cycle_min_lr, "cycle_max_lr", cycle_max_lr)
         self.moms = _both(optimizer, "cycle_min_mom", cycle_min_mom, "cycle_max_mom", cycle_max_mom)
-        self.decay_step_size = _whole("decay_step_size", decay_step_size, least=0)
-        self.decay_lr_rate = _number("decay_lr_rate", decay_lr_rate)
-        self.decay_mom_rate = _number("decay_mom_rate", decay_mom_rate)
-        self.moves_betas = _flag("cycle_momentum", cycle_momentum) and "betas" in optimizer.defaults
+        self.decay_step_size = checks.whole("decay_step_size", decay_step_size, 0)
+        self.decay_lr_rate = checks.number("decay_lr_rate", decay_lr_rate)
+        self.decay_mom_rate = checks.number("decay_mom_rate", decay_mom_rate)
+        self.moves_betas = checks.flag("cycle_momentum", cycle_momentum) and "betas" in optimizer.defaults
         if cycle_momentum and not self.moves_betas:
             rank_zero_warn(f"OneCycle leaves the momentum of {type(optimizer).__name__} alone: it has no betas.")
         super().__init__(optimizer)
@@ -263,8 +263,8 @@ class WarmupCosineLR(_Schedule):
     ) -> None:
         self.total = _total(total_num_steps, warmup_num_steps)
         self.warmup = _Warmup(warmup_num_steps, warmup_type)
-        self.lowest = _number("warmup_min_ratio", warmup_min_ratio)
-        self.last = _number("cos_min_ratio", cos_min_ratio)
+        self.lowest = checks.number("warmup_min_ratio", warmup_min_ratio)
+        self.last = checks.number("cos_min_ratio", cos_min_ratio)
         self.own_lrs = _own_lrs(optimizer)
         super().__init__(optimizer)
 
@@ -286,8 +286,8 @@ class _Warmup:
 
     def __init__(self, steps: int, kind: str) -> None:
         if kind not in WARMUPS:
-            raise ValueError(f"warmup_type={kind!r} is unknown.{nearest(str(kind), WARMUPS)}")
-        self.steps = max(2, _whole("warmup_num_steps", steps))
+            raise ValueError(f"warmup_type={kind!r} is unknown.{checks.nearest(str(kind), WARMUPS)}")
+        self.steps = max(2, checks.whole("warmup_num_steps", steps, 1))
         self._kind, self._scale = kind, 1.0 / math.log(self.steps)
 
     def part(self, step: int) -> float | None:
@@ -299,27 +299,9 @@ class _Warmup:
         return self._scale * math.log(step) if self._kind == "log" else (step - 1) / self.steps
 
 
-def _number(name: str, value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError(f"{name}={value!r} must be a finite number.")
-    return value
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be True or False.")
-    return value
-
-
-def _whole(name: str, value: Any, least: int = 1) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value!r} must be a whole number, {least} or more.")
-    return value
-
-
 def _total(steps: Any, warmup: Any) -> int:
-    total = _whole("total_num_steps", steps)
-    if total < max(2, _whole("warmup_num_steps", warmup)):
+    total = checks.whole("total_num_steps", steps, 1)
+    if total < max(2, checks.whole("warmup_num_steps", warmup, 1)):
         rank_zero_warn(f"total_num_steps={total} is less than warmup_num_steps={warmup}: the run ends in its warm-up.")
     return total
 
@@ -336,7 +318,7 @@ def _each(optimizer: Optimizer, name: str, value: Any) -> list[Any]:
         value = [value] * count
     if len(value) != count:
         raise ValueError(f"{name} has {len(value)} values, and the optimizer {count} parameter groups.")
-    return [one if isinstance(one, torch.Tensor) else _number(name, one) for one in value]
+    return [one if isinstance(one, torch.Tensor) else checks.number(name, one) for one in value]
 
 
 def _both(optimizer: Optimizer, low: str, least: Any, high: str, most: Any) -> list[tuple[Any, Any]]:

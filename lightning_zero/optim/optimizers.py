@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.config.names import nearest
+from lightning_zero.config.checks import nearest
 from lightning_zero.engine.elementwise import REASONS, STOCK
 from lightning_zero.optim.auto import first_number, is_auto, number, said
 from lightning_zero.optim.lion import Lion

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_zero.config.names import nearest
+from lightning_zero.config.checks import nearest
 from lightning_zero.optim.auto import is_auto, number
 from lightning_zero.optim.deepspeed_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 

@@ -1,10 +1,11 @@
 """A key of DeepSpeed's JSON and what becomes of it."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+from lightning_zero.config.checks import is_number
 
 OFF = (None, False, 0, "off", "none")
 """Values by which a configuration says that it does not want something."""
@@ -59,8 +60,7 @@ def whole(least: int = 0) -> Convert:
     """Whole numbers from ``least``; JSON's 5e8 is one."""
 
     def convert(value: Any) -> int:
-        numeric = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not numeric or value != int(value) or value < least:
+        if not is_number(value) or value != int(value) or value < least:
             raise ValueError(f"must be a whole number, {least} or more")
         return int(value)
 
@@ -69,7 +69,7 @@ def whole(least: int = 0) -> Convert:
 
 def number(value: Any) -> float:
     """Finite numbers from 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    if not is_number(value) or value < 0:
         raise ValueError("must be a number, 0 or more")
     return value
 

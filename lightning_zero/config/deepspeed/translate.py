@@ -6,12 +6,12 @@ from difflib import get_close_matches
 from os import PathLike
 from typing import Any
 
+from lightning_zero.config.checks import nearest
 from lightning_zero.config.deepspeed.keys import ROOT_ROWS
 from lightning_zero.config.deepspeed.load import load
 from lightning_zero.config.deepspeed.row import OFF, Fate, Row
 from lightning_zero.config.deepspeed.rules import AUTO, OWN, combine
 from lightning_zero.config.deepspeed.zero_keys import ZERO_ROWS
-from lightning_zero.config.names import nearest
 
 ZERO = "zero_optimization"
 ROWS: dict[str, Row] = {row.key: row for row in ROOT_ROWS}
