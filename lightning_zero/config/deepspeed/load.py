@@ -9,11 +9,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+Given = str | PathLike[str] | Mapping[str, Any]
+"""A DeepSpeed configuration: a path, a mapping, or base64 of its JSON."""
+
 ENVIRONMENT = "PL_DEEPSPEED_CONFIG_PATH"
 """Where Lightning's DeepSpeedStrategy looks for a path."""
 
 
-def load(given: str | PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def load(given: Given) -> tuple[dict[str, Any], str]:
     """The configuration, and what to call it in messages.
 
     Args:

@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from os import PathLike
 from typing import Any
 
 from lightning_zero.config.checks import nearest
 from lightning_zero.config.deepspeed.keys import ROOT_ROWS
-from lightning_zero.config.deepspeed.load import load
+from lightning_zero.config.deepspeed.load import Given, load
 from lightning_zero.config.deepspeed.row import OFF, Fate, Row
 from lightning_zero.config.deepspeed.rules import AUTO, OWN, combine
 from lightning_zero.config.deepspeed.zero_keys import ZERO_ROWS
@@ -16,9 +15,6 @@ from lightning_zero.config.deepspeed.zero_keys import ZERO_ROWS
 ZERO = "zero_optimization"
 ROWS: dict[str, Row] = {row.key: row for row in ROOT_ROWS}
 ROWS |= {f"{ZERO}.{row.key}": replace(row, key=f"{ZERO}.{row.key}") for row in ZERO_ROWS}
-
-Given = str | PathLike[str] | Mapping[str, Any]
-"""A DeepSpeed configuration: a path, a mapping, or base64 of its JSON."""
 
 
 @dataclass(frozen=True)
