@@ -33,7 +33,7 @@ def to_deepspeed(zero: ZeroConfig, training: TrainingConfig) -> dict[str, Any]:
     }
     if own:
         out[OWN] = own
-    for name, value in {**wanted}.items():
+    for name, value in wanted.items():
         try:
             json.dumps(value)
         except TypeError:
@@ -69,21 +69,22 @@ def _keys(zero: ZeroConfig, training: TrainingConfig) -> dict[str, Any]:
     if zero.leaf_classes:
         block["leaf_module"] = {"classes": list(zero.leaf_classes)}
     out: dict[str, Any] = {"zero_optimization": block, **_precision(training)}
-    on_disk = [part for part in (zero.offload_optimizer, zero.offload_params) if part.device == "nvme"]
-    if on_disk:
-        names = {"block_size": "block_size", "queue_depth": "queue_depth", "threads": "intra_op_parallelism"}
-        out["aio"] = {theirs: getattr(on_disk[0], ours) for ours, theirs in names.items()}
-    for ours, theirs in {
-        "train_batch_size": "train_batch_size",
-        "micro_batch_size": "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps": "gradient_accumulation_steps",
-        "gradient_clipping": "gradient_clipping",
-        "optimizer": "optimizer",
-        "scheduler": "scheduler",
-    }.items():
-        value = getattr(training, ours)
-        if value is not None and not callable(value):
-            out[theirs] = value
+    disk = next((part for part in (zero.offload_optimizer, zero.offload_params) if part.device == "nvme"), None)
+    if disk is not None:
+        out["aio"] = {
+            "block_size": disk.block_size,
+            "queue_depth": disk.queue_depth,
+            "intra_op_parallelism": disk.threads,
+        }
+    said = {
+        "train_batch_size": training.train_batch_size,
+        "train_micro_batch_size_per_gpu": training.micro_batch_size,
+        "gradient_accumulation_steps": training.gradient_accumulation_steps,
+        "gradient_clipping": training.gradient_clipping,
+        "optimizer": training.optimizer,
+        "scheduler": training.scheduler,
+    }
+    out |= {key: value for key, value in said.items() if value is not None and not callable(value)}
     if training.monitor:
         out["wall_clock_breakdown"] = True
     return out
