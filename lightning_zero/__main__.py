@@ -30,8 +30,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _explain(path: str, ranks: int | None) -> None:
-    print(table(translate(path)))
-    settings = settings_of({}, path)
+    translation = translate(path)
+    print(table(translation))  # also of one that cannot be used
+    settings = settings_of({}, translation)
     print(f"\n{settings.describe()}")
     sizes = settings.training.batch(ranks) if ranks else None
     if sizes is not None:

@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_zero.config import Given, Settings, settings_from
+from lightning_zero.config import Given, Settings, Translation, settings_from
 from lightning_zero.optim import check_optimizer, check_scheduler, make_optimizer, make_scheduler
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-def settings_of(keywords: Mapping[str, Any], config: Given | None) -> Settings:
+def settings_of(keywords: Mapping[str, Any], config: Given | Translation | None) -> Settings:
     """What keywords and a DeepSpeed configuration say, checked as far as that goes without a Trainer.
 
     Raises:

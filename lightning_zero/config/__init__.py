@@ -1,6 +1,6 @@
 """Configuration: one schema behind every door."""
 
-from lightning_zero.config.deepspeed import Given
+from lightning_zero.config.deepspeed import Given, Translation
 from lightning_zero.config.schema import OffloadConfig, ZeroConfig
 from lightning_zero.config.settings import Settings, settings_from
 from lightning_zero.config.signature import with_settings
@@ -12,6 +12,7 @@ __all__ = [
     "OffloadConfig",
     "Settings",
     "TrainingConfig",
+    "Translation",
     "ZeroConfig",
     "settings_from",
     "with_settings",

@@ -77,14 +77,14 @@ class Settings:
         return without_effect(self.zero, self.training, self.keywords)
 
 
-def settings_from(keywords: Mapping[str, Any], config: Given | None = None) -> Settings:
+def settings_from(keywords: Mapping[str, Any], config: Given | Translation | None = None) -> Settings:
     """Check what is given, and sort it into the dataclasses.
 
     Args:
         keywords: of :class:`lightning_zero.ZeroStrategy`. Where ``config`` says something, those that have their
             default value count as not given, but for ``stage``: Hydra and LightningCLI always give all of them.
-        config: a DeepSpeed configuration; None: the one that the environment variable ``PL_DEEPSPEED_CONFIG_PATH``
-            names, if it does.
+        config: a DeepSpeed configuration, translated or not; None: the one that the environment variable
+            ``PL_DEEPSPEED_CONFIG_PATH`` names, if it does.
 
     Raises:
         TypeError: a keyword is unknown; the message names the nearest valid one.
@@ -100,7 +100,7 @@ def settings_from(keywords: Mapping[str, Any], config: Given | None = None) -> S
     values = _values(zero, training)
     own = {name: value for name, value in values.items() if value != _DEFAULTS[name]}
     own |= {"stage": zero.stage} if "stage" in keywords else {}
-    translation = translate(given, keywords.get("stage"))
+    translation = given if isinstance(given, Translation) else translate(given, keywords.get("stage"))
     translation.check()
     source, theirs = translation.source, translation.settings
     try:
