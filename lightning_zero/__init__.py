@@ -7,6 +7,7 @@ offload: ``zero1_offload``, ``zero2_offload``, ``zero3_offload`` and ``zero3_nvm
 __version__ = "0.1.0"
 
 from lightning_zero.callbacks import ZeroMonitor
+from lightning_zero.checkpoint.load import load_from_checkpoint
 from lightning_zero.config import LossScaleConfig, OffloadConfig, TrainingConfig, ZeroConfig
 from lightning_zero.engine import PeerError, Tier, TierArray, TierError, Transfer, gathered
 from lightning_zero.registry import register_everywhere
@@ -26,6 +27,7 @@ __all__ = [
     "ZeroStrategy",
     "__version__",
     "gathered",
+    "load_from_checkpoint",
 ]
 
 register_everywhere()

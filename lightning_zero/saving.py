@@ -1,9 +1,7 @@
 """What Lightning calls to save and to load: the strategy's part, and the plugin for local files."""
 
-import os
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins.io import TorchCheckpointIO
@@ -11,9 +9,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero import host
-from lightning_zero.checkpoint import full
+from lightning_zero.checkpoint import folders, full, reader, sharded
+from lightning_zero.checkpoint.background import Background
+from lightning_zero.config import Settings
 from lightning_zero.engine import Communicator, Engine
 from lightning_zero.engine.materialize import assign_state, is_meta
+from lightning_zero.engine.names import clean_name, names_for
 from lightning_zero.precision import raw_optimizer
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class CheckpointMethods(_Base):
     _engine: Engine | None
     _sharded: nn.Module | None
     _fit_engine: Engine | None
+    _settings: Settings
+    _background: Background
     _failed: bool
     _lost: bool
 
@@ -53,15 +56,29 @@ class CheckpointMethods(_Base):
             raise RuntimeError("The process group is not set up: that happens in fit, validate, test and predict.")
         return self._comm
 
+    @property
+    def _saves_folders(self) -> bool:
+        return self._settings.training.state_dict_type == "sharded"
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's state on rank 0, ``{}`` on the others. Collective."""
+        """The whole module's state on rank 0, ``{}`` on the others; of a sharded checkpoint each rank's part.
+        Collective.
+        """
         if self._lost:
             raise RuntimeError("The last run ended with an exception: its weights cannot be collected.")
         self._say_what_happened()
         if self._engine is None or self._comm is None:
-            state = super().lightning_module_state_dict()
-            return state if self.is_global_zero else {}
-        return full.module_state(self._module, self._engine, self._comm.rank)
+            state = super().lightning_module_state_dict() if self.is_global_zero else {}
+        elif self._saves_folders:
+            self._comm.agree(None)  # all ranks are here, and can meet again
+            state = sharded.module_state(self._module, self._engine)
+        else:
+            state = full.module_state(self._module, self._engine, self._comm.rank)
+        if self._settings.training.exclude_frozen:
+            frozen = {name for name, param in self._module.named_parameters() if not param.requires_grad}
+            frozen |= {clean_name(name) for name in frozen}
+            state = {name: value for name, value in state.items() if name not in frozen}
+        return state
 
     def _say_what_happened(self) -> None:
         """A callback saves because of an exception (``save_on_exception``): should the others not, they learn why."""
@@ -70,26 +87,31 @@ class CheckpointMethods(_Base):
             self._comm.peers.trouble = f"{type(error).__name__}: {error}"
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state of an optimizer, in torch's format, on rank 0; ``{}`` on the others. Collective."""
+        """The whole state of an optimizer, in torch's format, on rank 0; ``{}`` on the others. Of a sharded checkpoint
+        each rank's part, by parameters' names. Collective.
+        """
         optimizer = raw_optimizer(optimizer)
         if self._failed:
             raise RuntimeError("The last run ended with an exception: its optimizer state cannot be collected.")
         if is_stand_in(optimizer) or self._fit_engine is None:
             return super().optimizer_state(optimizer) if self.is_global_zero else {}
+        if self._saves_folders:
+            return self._fit_engine.sharded_optimizer_state(optimizer)
         return self._fit_engine.optimizer_state(optimizer, dst=0) or {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the module's state; every rank passes the whole of it.
+        """Load the module's state; every rank passes the whole of it, or what stands for a folder's.
 
         Raises:
             RuntimeError: names or shapes do not fit, in torch's words.
         """
+        state = names_for(self._module, checkpoint["state_dict"])
         if self._engine is not None and self._sharded is self.model:
-            full.load_module_state(self._module, self._engine, checkpoint["state_dict"], strict)
+            full.load_module_state(self._module, self._engine, state, strict)
         elif is_meta(self._module):
-            assign_state(self._module, checkpoint["state_dict"], strict)
+            assign_state(self._module, state, strict)
         else:
-            super().load_model_state_dict(checkpoint, strict=strict)
+            super().load_model_state_dict({"state_dict": state}, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer states in torch's format; every rank passes the whole of them and keeps its part.
@@ -108,17 +130,45 @@ class CheckpointMethods(_Base):
                 self._running.load_optimizer_state(raw_optimizer(optimizer), state)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write rank 0's checkpoint through the CheckpointIO plugin. Collective: an error is raised on all ranks."""
+        """Write a checkpoint: a folder, every rank its part; or a file, rank 0 through the CheckpointIO plugin.
+        Collective: an error is raised on all ranks.
+        """
         filepath = self.broadcast(filepath)
+        if self._saves_folders:
+            folders.save(self._communicator, self._background, checkpoint, filepath, storage_options, self._settings)
+            return
         with host.together(self._comm):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint on every rank, from rank 0's path. Collective; an error is raised on all ranks."""
+        """Read a checkpoint on every rank, from rank 0's path. Collective; an error is raised on all ranks.
+
+        Of a folder, tensors are read when they are used, and each rank reads its part.
+        """
+        self._background.wait()
         checkpoint_path = self.broadcast(checkpoint_path)
         with host.together(self._comm):
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        return checkpoint
+            found = folders.find(checkpoint_path)
+            if found is None:
+                return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+            return reader.checkpoint(reader.Folder(found), weights_only)
+
+    def _refuse_dangling_links(self) -> None:
+        """Lightning takes ``ckpt_path="last"`` for None where the link leads nowhere: it would start afresh.
+
+        Raises:
+            FileNotFoundError: there is such a link where a ModelCheckpoint looks for its last checkpoint.
+        """
+        trainer = self._module.trainer
+        if trainer.ckpt_path is None:
+            for callback in trainer.checkpoint_callbacks:
+                if hasattr(callback, "_find_last_checkpoints"):
+                    folders.refuse_dangling(callback._find_last_checkpoints(trainer))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, once a newer one that is being written is complete."""
+        if self.is_global_zero and not folders.remove(self._background, filepath):
+            super().remove_checkpoint(filepath)
 
 
 def is_stand_in(optimizer: Optimizer) -> bool:
@@ -134,7 +184,7 @@ class LocalCheckpointIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write ``checkpoint`` to ``path``; an old file stays until the new one is complete."""
-        local = _local(path)
+        local = folders.local(path)
         if local is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
         else:
@@ -144,7 +194,7 @@ class LocalCheckpointIO(TorchCheckpointIO):
         self, path: Any, map_location: Callable[..., Any] | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read ``path``; tensors of a local file stay on disk until they are used."""
-        local = _local(path)
+        local = folders.local(path)
         if local is None or not local.is_file():
             return super().load_checkpoint(path, map_location or _stay, weights_only)
         return full.read(local, map_location or _stay, weights_only)
@@ -152,8 +202,3 @@ class LocalCheckpointIO(TorchCheckpointIO):
 
 def _stay(storage: Any, location: str) -> Any:
     return storage
-
-
-def _local(path: Any) -> Path | None:
-    text = os.fspath(path)
-    return None if "://" in text or "::" in text else Path(text).expanduser()

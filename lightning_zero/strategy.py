@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero import between_steps, host
+from lightning_zero.checkpoint.background import Background
 from lightning_zero.config import Given, with_settings
 from lightning_zero.configured import ConfiguredMethods
 from lightning_zero.engine import Communicator, Engine, PeerError, check_elementwise
@@ -70,6 +71,7 @@ class ZeroMethods(ConfiguredMethods, StepMethods, CheckpointMethods):
         self._sharded: nn.Module | None = None  # the module of _engine
         self._fit_engine: Engine | None = None  # keeps the optimizer state of the last fit for later saves
         self._shut_out: Callable[[], None] | None = None  # takes back what lets callbacks read parameters
+        self._background = Background()  # a save that goes on while training does
         self._last_backward = True
         self._failed = False  # the last run ended with an exception on this rank
         self._lost = False  # and left the module sharded
@@ -124,6 +126,8 @@ class ZeroMethods(ConfiguredMethods, StepMethods, CheckpointMethods):
             comm = host.make_communicator(self.root_device, self._comm_timeout)
         self._comm = comm
         self._apply_settings(self._communicator)
+        with host.together(self._comm):
+            self._refuse_dangling_links()
 
     def setup(self, trainer: "Trainer") -> None:
         """Make optimizers on the plain module, then shard it."""
@@ -238,6 +242,7 @@ class ZeroMethods(ConfiguredMethods, StepMethods, CheckpointMethods):
         """Run the closure (forward, backward, hooks, clipping), then step on the shards."""
         if is_stand_in(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._background.check()
         module = model or self.lightning_module
         plugin = self._zero_precision
         schedulers = [config.scheduler for config in self.lr_scheduler_configs if config.interval == "step"]
@@ -267,6 +272,7 @@ class ZeroMethods(ConfiguredMethods, StepMethods, CheckpointMethods):
         """Tell the other ranks; from here on this rank takes part in no collective."""
         super().on_exception(exception)
         self._failed = True
+        self._background.wait_quietly()
         if self._sigterm is not None:
             self._sigterm.explain(exception)
         if "saved tensor hooks" in str(exception):  # torch.func's words
@@ -284,6 +290,8 @@ class ZeroMethods(ConfiguredMethods, StepMethods, CheckpointMethods):
             self._shut_out = None
         self._end_steps()
         self._forget_settings()
+        if not self._failed:
+            self._background.wait()
         whole = self._release()
         self._lost = self._failed and not whole
         if self._failed and self._comm is not None:

@@ -86,6 +86,24 @@ class TrainingConfig:
     monitor: bool = False
     """Whether a :class:`lightning_zero.ZeroMonitor` is added to the Trainer's callbacks."""
 
+    state_dict_type: str = "full"
+    """What a checkpoint is. ``full``: one file that any strategy loads; rank 0 collects the whole in its memory, as
+    under ``ddp``. ``sharded``: a folder to which each rank writes its own part, and from which any number of ranks, and
+    Lightning's FSDP strategies, load theirs.
+    """
+
+    async_save: bool = False
+    """``sharded``: training goes on once each rank has a copy of its part in host memory; the rest is done meanwhile.
+    """
+
+    exclude_frozen: bool = False
+    """Leave parameters that are not trained out of checkpoints: to load one takes ``strict_loading = False``."""
+
+    save_16bit_weights: bool = False
+    """``sharded``: each checkpoint folder has the weights as ``model.safetensors`` in 16 bits, too, for those who only
+    use the model (DeepSpeed's ``stage3_gather_16bit_weights_on_model_save``).
+    """
+
     def __post_init__(self) -> None:
         for name in ("train_batch_size", "micro_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) is not None:
@@ -99,7 +117,13 @@ class TrainingConfig:
             self.loss_scale = LossScaleConfig(**self.loss_scale)
         for name in ("optimizer", "scheduler"):
             setattr(self, name, _made_by(name, getattr(self, name)))
-        checks.flag("monitor", self.monitor)
+        for name in ("monitor", "async_save", "exclude_frozen", "save_16bit_weights"):
+            checks.flag(name, getattr(self, name))
+        if self.state_dict_type not in ("full", "sharded"):
+            raise ValueError(f"state_dict_type={self.state_dict_type!r} is none of 'full', 'sharded'.")
+        for name in ("async_save", "save_16bit_weights"):
+            if getattr(self, name) and self.state_dict_type == "full":
+                raise ValueError(f"{name} needs state_dict_type='sharded'.")
         self.batch(world_size=None)
 
     @property

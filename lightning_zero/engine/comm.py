@@ -51,6 +51,8 @@ class Communicator:
         backends = {"gather": backend, "reduce": backend, "control": "gloo"}
         self._lanes = {name: Lane(name, backends[name], timeout, self.peers) for name in backends}
         self._outside = Outside(self.peers) if self.world_size > 1 and not self.nccl else None
+        self._timeout = timeout
+        self._background: dist.ProcessGroup | None = None
         self._closed = False
 
     def all_gather(
@@ -234,6 +236,20 @@ class Communicator:
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, value, group=self._lanes["control"].group)
         return found
+
+    @property
+    def meeting(self) -> dist.ProcessGroup:
+        """A group of gloo's for libraries that communicate by themselves, while all ranks wait for that: nothing else
+        may go on in it. Make sure first that all of them come (:meth:`agree`).
+        """
+        group: dist.ProcessGroup = self._lanes["control"].group
+        return group
+
+    def background(self) -> dist.ProcessGroup:
+        """Such a group for what goes on beside training. Collective when it is first used."""
+        if self._background is None:
+            self._background = dist.new_group(backend="gloo", timeout=self._timeout)
+        return self._background
 
     def at(self, step: int) -> None:
         """Say which step this rank is in, for errors."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 Elements = Callable[[Sequence[int], int, int], Tensor]
 """Reads elements ``start`` to ``stop`` (1-D, on the CPU) of a tensor whose dimensions come in the given order."""
@@ -21,6 +21,52 @@ class Elsewhere(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class OwnPart(Elsewhere):
+    """A tensor of which this rank has some elements, a contiguous range in the order of ``dims``.
+
+    Args:
+        shape, dtype: of the whole tensor.
+        label: its name, for errors.
+        dims: the order of dimensions in which the elements are counted.
+        start, stop: the range that this rank has.
+        read: gives elements from one index to another of the range (counted as ``start`` and ``stop`` are), 1-D.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        label: str,
+        dims: Sequence[int],
+        start: int,
+        stop: int,
+        read: Callable[[int, int], Tensor],
+    ) -> None:
+        super().__init__()
+        self.label, self.dims, self.start, self.stop, self.read = label, tuple(dims), start, stop, read
+        self.exact: OwnPart | None = None
+        """The same in a wider dtype (master weights), if the rank has that."""
+
+    def snapshot(self) -> "OwnPart":
+        """The same with a copy of its values, on the CPU, that nothing changes."""
+        values = self.read(self.start, self.stop).detach().to("cpu", self.dtype, copy=True)
+        place = self.shape, self.dtype, self.label, self.dims, self.start, self.stop
+        return OwnPart(*place, lambda start, stop: values[start - self.start : stop - self.start])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Refuse: no rank has all the values."""
+        names = {repr(leaf.label) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, OwnPart)}
+        raise RuntimeError(
+            f"{', '.join(sorted(names))} cannot be read here: in a sharded checkpoint no rank has the whole. A hook "
+            'may drop or rename it; to read or change its values use state_dict_type="full".'
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse, too."""
+        return self.__torch_dispatch__(None, None, (self,))
 
 
 class StoredTensor(Elsewhere):

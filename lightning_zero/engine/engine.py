@@ -1,12 +1,12 @@
 """The engine: one module, sharded over the ranks of a communicator."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import ZeroConfig
@@ -27,12 +27,13 @@ from lightning_zero.engine.optim import ShardedOptimizer
 from lightning_zero.engine.reducer import Reducer
 from lightning_zero.engine.residency import Residency, in_backward
 from lightning_zero.engine.reuse import Reuse
+from lightning_zero.engine.saved import StateAccess
 from lightning_zero.engine.stages import stage_row
 from lightning_zero.engine.uneven import Uneven
 from lightning_zero.engine.unit import Unit
 
 
-class Engine:
+class Engine(StateAccess):
     """Shards ``module`` and runs forward, backward and step on it.
 
     Collective: all ranks construct it with the same module; rank 0's parameters and buffers win.
@@ -341,34 +342,6 @@ class Engine:
         finally:
             unit.active -= 1
             self.residency.reshard(unit, stale=not complete)
-
-    def named_full_parameters(self, dst: int = 0) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-        """Every parameter and its whole master value, on the CPU in the user's dtype; None on ranks other than ``dst``.
-        Collective.
-        """
-        for unit in self.units:
-            self.residency.arrive(unit)
-            for flat in unit.flats:
-                yield from state.full_parameters(flat, dst, unit.state is ParamState.UNSHARDED)
-
-    def load_parameters(self, values: Mapping[int, Tensor]) -> None:
-        """Overwrite parameters: ``id(param)`` -> whole tensor, the same on all ranks."""
-        for unit in self.units:
-            self.residency.arrive(unit)
-            for flat in unit.flats:
-                state.load(flat, values, unit.state is ParamState.UNSHARDED)
-
-    def optimizer_state(self, optimizer: Optimizer, dst: int = 0) -> dict[str, Any] | None:
-        """What ``optimizer.state_dict()`` would be without sharding, on rank ``dst``; None elsewhere. Collective."""
-        return state.optimizer_state(self.sharded(optimizer), self.comm, dst)
-
-    def load_optimizer_state(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`optimizer_state` or ``optimizer.state_dict()`` gave, the same on all ranks.
-
-        Raises:
-            ValueError: groups or their sizes differ from the optimizer's.
-        """
-        state.load_optimizer_state(self.sharded(optimizer), state_dict)
 
     def release(self, whole: bool) -> None:
         """Take the engine off the module.

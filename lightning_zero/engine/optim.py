@@ -16,21 +16,16 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.engine.elementwise import (
-    SCALARS,
     check_state_moves,
     has_step_hooks,
     state_bytes,
     takes_one_by_one,
 )
-from lightning_zero.engine.elsewhere import StoredTensor
 from lightning_zero.engine.flat import Flat
 from lightning_zero.engine.gradients import Gradients, Homes
-from lightning_zero.engine.layout import Slot
+from lightning_zero.engine.optimizer_state import ShardedState, State
 from lightning_zero.engine.swapped import FlatState, Piece, Swap, WindowBuffers, Windows, state_tier
 from lightning_zero.engine.tiers import Tier
-
-State = dict[str, Any]
-
 
 Grads = dict[int, Tensor | None]
 """By the id of a parameter that has a gradient, this rank's part of it; None where it rests in a tier."""
@@ -45,7 +40,7 @@ class _Tiles(NamedTuple):
     tiles: list[Tensor]
 
 
-class ShardedOptimizer:
+class ShardedOptimizer(ShardedState):
     """Steps one user's optimizer on shards and keeps the sharded state.
 
     State lives per tile: a tile is a 1-D view of the shard, and what the optimizer keeps for it is as long as it is.
@@ -241,58 +236,6 @@ class ShardedOptimizer:
             offset += tile.numel()
         return tiles
 
-    def own_state(self, param: nn.Parameter) -> State:
-        """This rank's state of a parameter: 1-D, as long as its part of the masters; other entries as they are."""
-        self.adopt_state()
-        if place := self.swapped(param):
-            return place[0].own(place[1])
-        tiles = self.tiles(param)
-        entries = [self.state[tile] for tile in tiles if tile in self.state]
-        if not entries:
-            return {}
-        return {key: _join([entry[key] for entry in entries], tiles) for key in entries[0]}
-
-    def unsharded_keys(self, param: nn.Parameter) -> dict[str, bool]:
-        """For each entry of a parameter's state, whether it is something else than one element per element here."""
-        self.adopt_state()
-        if place := self.swapped(param):
-            return place[0].unsharded(place[1])
-        found: dict[str, bool] = {}
-        for tile in self.tiles(param):
-            for key, value in self.state.get(tile, {}).items():
-                other = not isinstance(value, Tensor) or value.dim() != 1 or value.shape != tile.shape
-                found[key] = found.get(key, False) or other
-        return found
-
-    def set_state(self, param: nn.Parameter, entries: State) -> None:
-        """Overwrite a parameter's state from whole tensors of the parameter's shape (other entries are copied to all
-        tiles).
-        """
-        home = self.homes.get(id(param))
-        if home is None:
-            self.state[param] = dict(entries)
-            return
-        flat, index = home
-        slot = flat.layout.slots[index]
-        if place := self.swapped(param):
-            start, stop = (bound - slot.start for bound in flat.own_part(index))
-            like = torch.empty(0, dtype=flat.dtypes.master, device="cpu")
-            own = {k: _piece(value, slot, start, stop, like, k) for k, value in entries.items()}
-            place[0].set(index, own)
-            return
-        bounds = self._bounds(flat, index)
-        for tile, (start, stop) in zip(self.tiles(param), bounds, strict=True):
-            self.state[tile] = {
-                key: _piece(value, slot, start - slot.start, stop - slot.start, tile, key)
-                for key, value in entries.items()
-            }
-
-    def clear_state(self) -> None:
-        """Forget all of it, as if there had been no step yet."""
-        self.state.clear()
-        for flat_state in self._swapped.values():
-            flat_state.entries.clear()
-
     def let_go(self) -> None:
         """Leave the user's object as it was; the state stays."""
         self._warning.remove()
@@ -369,20 +312,3 @@ class _TileGroups:
 def _drop_grads(tiles: Iterable[Tensor]) -> None:
     for tile in tiles:
         tile.grad = None
-
-
-def _join(values: list[Any], tiles: list[Tensor]) -> Any:
-    first = values[0]
-    if isinstance(first, Tensor) and first.shape == tiles[0].shape and first.dim() == 1:
-        return first if len(values) == 1 else torch.cat(values)
-    return first
-
-
-def _piece(value: Any, slot: Slot, start: int, stop: int, tile: Tensor, key: str) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if value.shape != slot.shape or (not slot.shape and key in SCALARS):
-        return value.clone()
-    # as torch's load_state_dict: floating state takes the parameter's dtype
-    dtype = tile.dtype if value.is_floating_point() and tile.is_floating_point() else value.dtype
-    return slot.part(value, start, stop).to(device=tile.device, dtype=dtype, copy=not isinstance(value, StoredTensor))

@@ -1,6 +1,7 @@
 """Whole values out of shards and back: parameters, optimizer state, the plain module."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,10 +9,11 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.buffer import Pool
 from lightning_zero.engine.comm import Communicator
-from lightning_zero.engine.elsewhere import StoredTensor
+from lightning_zero.engine.elsewhere import OwnPart, StoredTensor
 from lightning_zero.engine.flat import Flat
 from lightning_zero.engine.guard import unguard
-from lightning_zero.engine.optim import ShardedOptimizer, State
+from lightning_zero.engine.optim import ShardedOptimizer
+from lightning_zero.engine.optimizer_state import State
 from lightning_zero.engine.unit import Unit
 
 
@@ -84,6 +86,64 @@ def restore(unit: Unit) -> None:
         flat.forget()
 
 
+def own_parts(flat: Flat, readable: bool) -> Iterator[tuple[nn.Parameter, OwnPart, OwnPart | None]]:
+    """By parameter: this rank's part of it in the user's dtype; and in the masters', if that is another.
+
+    Where every rank has the whole, each has as much of it as a shard would be.
+    """
+    for index, param in enumerate(flat.params):
+        slot, name = flat.layout.slots[index], flat.names[index]
+        start, stop = flat.layout.pieces(index)[flat.comm.rank]
+        place = name, slot.dims, start, stop, partial(_read_own, flat, index, readable)
+        user, master = (OwnPart(slot.shape, dtype, *place) for dtype in (flat.dtypes.user, flat.dtypes.master))
+        yield param, user, master if master.dtype != user.dtype else None
+
+
+@torch.no_grad()
+def _read_own(flat: Flat, index: int, readable: bool, start: int, stop: int) -> Tensor:
+    """Elements of this rank's part of a parameter's masters, counted from the slot's start."""
+    low, first = flat.own_range(index)[0], flat.own_part(index)[0] - flat.layout.slots[index].start
+    if readable and (flat.written or flat.escaped):
+        return flat.written.own_current(index)[start - first : stop - first]
+    return flat.read_master(low + start - first, low + stop - first)
+
+
+def sharded_optimizer_state(sharded: ShardedOptimizer, comm: Communicator) -> dict[str, Any]:
+    """State by parameters' names, this rank's part of it, and groups with names. Collective."""
+    state: dict[str, Any] = {}
+    groups = []
+    unsharded = _agree_on_keys(sharded, comm)
+    for group in sharded.optimizer.param_groups:
+        names = []
+        for param in group["params"]:
+            name = sharded.name(param)
+            names.append(name)
+            if name not in state and (entries := _own_entries(sharded, param, name, unsharded[id(param)])):
+                state[name] = entries
+        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": names})
+    return {"state": state, "param_groups": groups}
+
+
+def _own_entries(sharded: ShardedOptimizer, param: nn.Parameter, name: str, unsharded: Mapping[str, bool]) -> State:
+    entries = sharded.plain_state(param)
+    home = sharded.homes.get(id(param))
+    if home is None:
+        return sharded.own_state(param)
+    flat, index = home
+    slot, (start, stop) = flat.layout.slots[index], flat.layout.pieces(index)[flat.comm.rank]
+    first = flat.own_part(index)[0] - slot.start
+    for key, value in entries.items():
+        if not unsharded[key]:
+
+            def read(low: int, high: int, key: str = key) -> Tensor:
+                return sharded.read_state(param, key, low - first, high - first)
+
+            entries[key] = OwnPart(slot.shape, value.dtype, f"{name}.{key}", slot.dims, start, stop, read)
+        elif isinstance(value, Tensor):
+            entries[key] = value.detach().cpu().clone()
+    return entries
+
+
 def optimizer_state(sharded: ShardedOptimizer, comm: Communicator, dst: int) -> dict[str, Any] | None:
     """The unsharded ``state_dict()``: state by index in the order of the groups, whole shapes."""
     whole: dict[int, State] = {}
@@ -150,23 +210,41 @@ def memory(units: Sequence[Unit], optimizers: Iterable[ShardedOptimizer], pool: 
 
 
 def load_optimizer_state(sharded: ShardedOptimizer, state_dict: Mapping[str, Any]) -> None:
-    """Restore state and groups' options, as ``Optimizer.load_state_dict`` does."""
+    """Restore state and groups' options, as ``Optimizer.load_state_dict`` does.
+
+    ``state_dict`` names parameters by their number, as torch does, or by their names, in any order within a group.
+
+    Raises:
+        ValueError: groups or their parameters are others than the optimizer's. Nothing has changed then.
+    """
+    kind = type(sharded.optimizer).__name__
     groups, saved = sharded.optimizer.param_groups, state_dict["param_groups"]
     if len(groups) != len(saved):
-        raise ValueError(
-            f"The saved optimizer has {len(saved)} parameter groups, "
-            f"{type(sharded.optimizer).__name__} has {len(groups)}."
-        )
-    for number, (group, old) in enumerate(zip(groups, saved, strict=True)):
-        if len(group["params"]) != len(old["params"]):
-            raise ValueError(
-                f"Parameter group {number} of the saved optimizer has {len(old['params'])} parameters, "
-                f"that of {type(sharded.optimizer).__name__} has {len(group['params'])}."
-            )
+        raise ValueError(f"The saved optimizer has {len(saved)} parameter groups, {kind} has {len(groups)}.")
+    keys = [_keys(sharded, number, saved[number]["params"]) for number in range(len(groups))]
     sharded.clear_state()
-    for group, old in zip(groups, saved, strict=True):
-        for param, number in zip(group["params"], old["params"], strict=True):
-            entries = state_dict["state"].get(number)
+    for group, old, own in zip(groups, saved, keys, strict=True):
+        for param, key in zip(group["params"], own, strict=True):
+            entries = state_dict.get("state", {}).get(key)
             if entries:
                 sharded.set_state(param, entries)
         group.update({key: value for key, value in old.items() if key != "params"})
+
+
+def _keys(sharded: ShardedOptimizer, number: int, saved: Sequence[Any]) -> Sequence[Any]:
+    """Under what the saved state of each of a group's parameters is."""
+    kind, group = type(sharded.optimizer).__name__, sharded.optimizer.param_groups[number]
+    if len(group["params"]) != len(saved):
+        raise ValueError(
+            f"Parameter group {number} of the saved optimizer has {len(saved)} parameters, "
+            f"that of {kind} has {len(group['params'])}."
+        )
+    if not all(isinstance(key, str) for key in saved):
+        return saved
+    names = [sharded.name(param) for param in group["params"]]
+    if others := sorted(set(names) ^ set(saved)):
+        raise ValueError(
+            f"Parameter group {number} of the saved optimizer and that of {kind} hold different parameters: "
+            f"{', '.join(map(repr, others[:6]))}{' and others' if len(others) > 6 else ''} only in one of them."
+        )
+    return names

@@ -91,11 +91,12 @@ class FlatState:
         """This rank's entries of a parameter."""
         start, stop = self.flat.own_range(index)
         return {
-            key: self._read(key, start, stop) if value is RESTS else value
+            key: self.read(key, start, stop) if value is RESTS else value
             for key, value in self.entries.get(index, {}).items()
         }
 
-    def _read(self, key: str, start: int, stop: int) -> Tensor:
+    def read(self, key: str, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` of the shard's values of an entry."""
         array = self.arrays[key]
         values = torch.empty(stop - start, dtype=array.dtype, device="cpu")
         array.fetch(start, values).wait()
