@@ -22,7 +22,8 @@ master weights. The **stage** (``stages``) says what is sharded.
 Optimizer state, master weights and shards can rest in a **tier** (``tiers``, ``nvme``, ``offload``): a unit is then
 gathered from there, and the step runs window by window (``swapped``).
 
-A module on ``meta`` is filled unit by unit as it is cut (``materialize``).
+A module on ``meta`` is filled unit by unit as it is cut (``materialize``). What a file holds of a parameter
+(``elsewhere``) is read then, by each rank its own part (``expected``).
 
 ``comm`` (with ``lanes``, ``connections``, ``peers`` and ``outside``) is the only file that talks to other ranks;
 ``state`` turns shards into whole values and back.

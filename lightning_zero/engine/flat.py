@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lightning_zero.engine.buffer import FlatBuffer, Pool
 from lightning_zero.engine.comm import Communicator
 from lightning_zero.engine.dtypes import Dtypes
+from lightning_zero.engine.expected import collect, give_memory
 from lightning_zero.engine.gradient import ShardedGrad
 from lightning_zero.engine.lanes import Handle
 from lightning_zero.engine.layout import Layout
@@ -76,7 +77,7 @@ class Flat:
         self.rest: TierArray | None = None
         self.buffer = FlatBuffer(self.layout.numel, dtypes.compute, pool)
         self.full = self.buffer.tensor
-        self.shard = self._cut()
+        self._cut()
         self.written = Written(self)
         self.local: Tensor | None = None
         self.summing = False
@@ -100,19 +101,19 @@ class Flat:
         return self.whole and self.dtypes.compute == self.dtypes.master
 
     @torch.no_grad()
-    def _cut(self) -> Tensor:
-        """Move the parameters into the buffer, rank 0's values everywhere, and cut this rank's shard."""
+    def _cut(self) -> None:
+        """Move the parameters into the buffer (see :func:`collect`), and cut this rank's shard. Collective."""
         same = self.dtypes.compute == self.dtypes.master
         exact = self.full if same else self.full.new_zeros(self.layout.numel, dtype=self.dtypes.master)
         exact.zero_()
-        for slot, param in zip(self.layout.slots, self.params, strict=True):
-            exact[slot.start : slot.stop].copy_(slot.flatten(param.detach()))
-        self.comm.broadcast_(exact)
+        read = collect(self.params, self.layout, exact, (self.low, self.high), self.dtypes.user, self.comm)
         if exact is not self.full:
             self.full.copy_(exact)
         for slot, param in zip(self.layout.slots, self.params, strict=True):
-            param.data = slot.view(self.full[slot.start : slot.stop])
-        return self._keep_master(exact[self.low : self.high])
+            give_memory(param, slot.view(self.full[slot.start : slot.stop]))
+        self.shard = self._keep_master(exact[self.low : self.high])
+        if read and self.whole:
+            self.gather().wait()
 
     def _keep_master(self, values: Tensor) -> Tensor:
         """Put master weights where they rest; returns the shard."""

@@ -5,7 +5,8 @@ module above that has one (the convention of ``transformers`` and nanoGPT), chil
 constructor. So with the same seed, a module whose constructor does just that gets the same numbers. Two exceptions:
 what else a constructor does to values is lost, and a module without tensors of its own that is too large to be whole
 is not given to ``_init_weights``. (If it has a ``reset_parameters`` of its own, as ``nn.Transformer`` has, all that is
-below is whole for that.) What nothing fills is an error, never garbage.
+below is whole for that.) What nothing fills is an error, never garbage. Parameters whose values lie in a file are left
+alone (see ``expected``).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,12 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.engine.expected import forget, give_memory, lacks
 from lightning_zero.engine.grouping import UnitSpec
 
 
 def is_meta(module: nn.Module) -> bool:
     """Whether anything in the module is on ``meta``."""
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
+def _lacks(module: nn.Module) -> bool:
+    return any(lacks(tensor) for tensor in (*module.parameters(), *module.buffers()))
 
 
 def assign_state(module: nn.Module, state_dict: Mapping[str, Tensor], strict: bool) -> None:
@@ -38,7 +44,8 @@ def assign_state(module: nn.Module, state_dict: Mapping[str, Tensor], strict: bo
         new = inner._parameters[key]
         if param is not None and new is not None and new is not param and id(param) not in filled:
             filled.add(id(param))
-            _swap(param, new)
+            give_memory(param, new.detach())
+            forget(param)
         inner._parameters[key] = param
 
 
@@ -55,10 +62,11 @@ class Materializer:
         most = max([most, *(spec.nbytes for spec in specs)])
         above = {child: parent for parent in module.modules() for child in parent.children()}
         order = list(_post_order(module, ""))
-        self._calls = {inner: self._initialisers(inner, most, above) for _, inner in order if is_meta(inner)}
+        self._calls = {inner: self._initialisers(inner, most, above) for _, inner in order if _lacks(inner)}
         self._names = {inner: name for name, inner in order}
-        self._owners = {inner for inner in self._calls if any(tensor.is_meta for _, tensor in _tensors(inner))}
+        self._owners = {inner for inner in self._calls if any(lacks(tensor) for _, tensor in _tensors(inner))}
         last = {id(p): inner for inner in self._calls for p in inner.parameters() if _acts_on(self._calls, inner, p)}
+        self._given = {id(tensor) for _, inner in order for _, tensor in _tensors(inner) if not tensor.is_meta}
         self._waits = [{last[id(p)] for p in spec.params.values() if id(p) in last} for spec in specs]
 
     def units(self) -> Iterator[int]:
@@ -80,13 +88,18 @@ class Materializer:
                 yield index
 
     def _fill(self, inner: nn.Module) -> None:
-        own = [key for key, tensor in _tensors(inner) if tensor.is_meta]
+        own = [key for key, tensor in _tensors(inner) if lacks(tensor)]
         if inner in self._owners and not own:
             return  # tied: the module that came first has filled it
         _allocate(inner)
         with torch.no_grad():
+            # what has values, from a checkpoint say, keeps them
+            tensors = (*inner.parameters(), *inner.buffers()) if self._calls[inner] else ()
+            given = [(tensor, tensor.clone()) for tensor in tensors if id(tensor) in self._given]
             for initialise in self._calls[inner]:
                 initialise()
+            for tensor, value in given:
+                tensor.copy_(value)
         for key, tensor in _tensors(inner):
             if key in own and not _is_filled(tensor, is_buffer=key in inner._buffers):
                 name = self._names[inner]
@@ -101,8 +114,8 @@ class Materializer:
     def _initialisers(inner: nn.Module, most: int, above: dict[nn.Module, nn.Module]) -> list[Callable[[], Any]]:
         """What fills a module: of its own tensors, and of those below where nothing there has values yet."""
         found: list[Callable[[], Any]] = []
-        owns = any(tensor.is_meta for _, tensor in _tensors(inner))
-        everything = all(tensor.is_meta for tensor in (*inner.parameters(), *inner.buffers()))
+        owns = any(lacks(tensor) for _, tensor in _tensors(inner))
+        everything = all(lacks(tensor) for tensor in (*inner.parameters(), *inner.buffers()))
         reset = getattr(inner, "reset_parameters", None) or getattr(inner, "_reset_parameters", None)
         if callable(reset) and (owns or everything):
             found.append(reset)
@@ -151,19 +164,11 @@ _UNTOUCHED = 113
 def _allocate(inner: nn.Module) -> None:
     """Give a module's own tensors memory on the host, with values that show whether somebody has set them."""
     for key, tensor in _tensors(inner):
-        if not tensor.is_meta:
+        if not lacks(tensor):
             continue
         floating = tensor.is_floating_point() or tensor.is_complex()
         values = torch.full_like(tensor.detach(), torch.nan if floating else _UNTOUCHED, device="cpu")
-        if key in inner._buffers:
+        if isinstance(tensor, nn.Parameter):
+            give_memory(tensor, values)
+        else:
             inner._buffers[key] = values
-            continue
-        _swap(tensor, nn.Parameter(values, requires_grad=tensor.requires_grad))
-
-
-def _swap(old: Tensor, new: Tensor) -> None:
-    """Give ``old`` the values of ``new``: optimizers, tied modules and users hold the old object.
-
-    (``torch.utils.swap_tensors`` would exchange attributes, too, and refuses what an LSTM refers to weakly.)
-    """
-    torch._C._swap_tensor_impl(old, new)

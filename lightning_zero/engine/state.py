@@ -55,11 +55,12 @@ def load(flat: Flat, values: Mapping[int, Tensor], readable: bool) -> None:
         flat.keep_writes()
     for index in found:
         value = values[id(flat.params[index])]
-        if isinstance(value, StoredTensor) and value.exact is not None:
-            value = value.exact
+        exact = value.exact if isinstance(value, StoredTensor) else None
         slot = flat.layout.slots[index]
         start, stop = (bound - slot.start for bound in flat.own_part(index))
-        flat.write_master(flat.own_range(index)[0], slot.part(value, start, stop))
+        own = slot.part(value if exact is None else exact, start, stop)
+        # a plain module would have rounded them, too
+        flat.write_master(flat.own_range(index)[0], own.to(flat.dtypes.user) if exact is None else own)
     if readable:
         flat.gather().wait()
 

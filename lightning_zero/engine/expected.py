@@ -1,0 +1,179 @@
+"""Values that come later: a module that will be sharded is told where its values lie, and nothing is read yet.
+
+What a file holds of a parameter hangs on the parameter until the flat buffers are built: then each rank reads its own
+part of it. Until then the parameter's old values, or none at all, are seen by whoever looks.
+"""
+
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_zero.engine.comm import Communicator
+from lightning_zero.engine.elsewhere import StoredTensor
+from lightning_zero.engine.layout import Layout
+
+
+class Expected:
+    """Where the values of a parameter are; it hangs on the parameter as ``_zero_expected``."""
+
+    __slots__ = ("stored", "version")
+
+    def __init__(self, stored: StoredTensor, version: int) -> None:
+        self.stored, self.version = stored, version
+
+    def __reduce__(self) -> Any:
+        """A pickled parameter has the values that are there."""
+        return (_nothing, ())
+
+
+def _nothing() -> None:
+    return None
+
+
+def expected(param: Tensor) -> Expected | None:
+    """What a parameter waits for; None: nothing."""
+    return getattr(param, "_zero_expected", None)
+
+
+def forget(param: Tensor) -> None:
+    """The parameter has its values."""
+    vars(param).pop("_zero_expected", None)
+
+
+def lacks(tensor: Tensor) -> bool:
+    """Whether a tensor is on ``meta`` and waits for nothing."""
+    return tensor.is_meta and expected(tensor) is None
+
+
+def expect(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
+    """``module.load_state_dict(state, strict)`` for a module that is going to be sharded, and may be on ``meta``.
+
+    Parameters keep their identity. Those for which ``state`` has a :class:`StoredTensor` get its values when the engine
+    is built on the module; it has to be built before anybody reads or writes them. Everything else is loaded at once;
+    what is on ``meta`` comes to lie in host memory. Dtypes become the module's. No collective.
+
+    Returns:
+        What ``load_state_dict`` does.
+
+    Raises:
+        RuntimeError: names or shapes do not fit, in torch's words; no parameter and no buffer has changed.
+    """
+    with _Caught(module) as caught, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*which is a no-op")  # a copy to meta, which is caught
+        found = module.load_state_dict(state, strict=strict)
+    for target, value in caught.copies.values():
+        if isinstance(value, StoredTensor) and isinstance(target, nn.Parameter):
+            target._zero_expected = Expected(value, target._version)  # type: ignore[attr-defined]
+        else:
+            _fill(module, target, value)
+    return found
+
+
+class _Caught(TorchFunctionMode):
+    """Keeps what would be copied into the module's tensors, so that torch's own code decides what goes where."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        self.copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.copy_ and id(args[0]) in self._own:
+            self.copies[id(args[0])] = args[0], args[1]
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def _fill(module: nn.Module, target: Tensor, value: Tensor) -> None:
+    """Load one tensor at once."""
+    if not target.is_meta:
+        target.copy_(value)
+    elif isinstance(target, nn.Parameter):
+        give_memory(target, torch.empty_like(target, device="cpu").copy_(value))
+    else:
+        new = torch.empty_like(target, device="cpu").copy_(value)
+        for inner in module.modules():
+            for key, buffer in inner._buffers.items():
+                if buffer is target:
+                    inner._buffers[key] = new
+    forget(target)
+
+
+def give_memory(param: nn.Parameter, values: Tensor) -> None:
+    """Make ``values`` a parameter's data, also where it was on ``meta``: optimizers, tied modules and users hold the
+    old object.
+
+    (``torch.utils.swap_tensors`` would exchange attributes, too, and refuses what an LSTM refers to weakly.)
+    """
+    if param.is_meta:
+        torch._C._swap_tensor_impl(param, nn.Parameter(values, requires_grad=param.requires_grad))
+    else:
+        param.data = values
+
+
+def check(module: nn.Module, comm: Communicator) -> None:
+    """See that all ranks wait for the same values, and that nobody has written to what waits. Collective.
+
+    Raises:
+        RuntimeError: on all ranks.
+    """
+    waiting = {name: (p, later) for name, p in module.named_parameters() if (later := expected(p)) is not None}
+    written = [name for name, (p, later) in waiting.items() if not p.is_meta and p._version != later.version]
+    digest = zlib.crc32("\n".join(waiting).encode())
+    seen = torch.tensor([digest, -digest, len(written)], device="cpu")
+    comm.all_reduce(seen, "max", "expected values").wait()
+    highest, lowest, most_written = seen.tolist()
+    if most_written:
+        text = "was written to after a checkpoint had been loaded, and before its values were read. Write on all ranks "
+        text += "inside `with lightning_zero.gathered(module):` once the module is sharded, as in on_fit_start."
+        comm.agree(f"Parameter {written[0]!r} {text}" if written else None)
+    if highest != -lowest:
+        comm.agree(f"{len(waiting)} parameters wait for values of files: load the same checkpoint on all ranks.")
+
+
+@torch.no_grad()
+def collect(
+    params: Sequence[nn.Parameter], layout: Layout, out: Tensor, own: tuple[int, int], user: torch.dtype,
+    comm: Communicator,
+) -> bool:  # fmt: skip
+    """The values of parameters in the order of their flat buffer: rank 0's of those that are here, and this rank's part
+    of those in files. Collective.
+
+    Args:
+        params, layout: of the flat buffer.
+        out: 1-D, ``layout.numel`` zeros; other ranks' parts of what is in files stay zero.
+        own: start and stop of this rank's part.
+        user: the parameters' dtype, to which values are rounded that are not master weights.
+
+    Returns:
+        Whether anything came from a file.
+    """
+    places = list(zip(layout.slots, params, strict=True))
+    here = [(slot, param) for slot, param in places if expected(param) is None]
+    for slot, param in here:
+        out[slot.start : slot.stop].copy_(slot.flatten(param.detach()))
+    if len(here) == len(places):
+        comm.broadcast_(out)
+        return False
+    for slot, _ in here:
+        comm.broadcast_(out[slot.start : slot.stop])
+    for slot, param in places:
+        later = expected(param)
+        if later is None:
+            continue
+        exact = later.stored.exact
+        stored = later.stored if exact is None else exact
+        start, stop = (min(max(bound, slot.start), slot.stop) for bound in own)
+        if start < stop:
+            values = slot.part(stored, start - slot.start, stop - slot.start)
+            out[start:stop].copy_(values.to(user) if exact is None else values)
+        forget(param)
+    return True
