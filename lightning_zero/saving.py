@@ -13,6 +13,8 @@ from lightning_zero.checkpoint import folders, full, reader, sharded
 from lightning_zero.checkpoint.background import Background
 from lightning_zero.config import Settings
 from lightning_zero.engine import Communicator, Engine
+from lightning_zero.engine.elsewhere import StoredTensor
+from lightning_zero.engine.expected import expect
 from lightning_zero.engine.materialize import assign_state, is_meta
 from lightning_zero.engine.names import clean_name, names_for
 from lightning_zero.precision import raw_optimizer
@@ -108,6 +110,8 @@ class CheckpointMethods(_Base):
         state = names_for(self._module, checkpoint["state_dict"])
         if self._engine is not None and self._sharded is self.model:
             full.load_module_state(self._module, self._engine, state, strict)
+        elif any(isinstance(value, StoredTensor) for value in state.values()):
+            expect(self._module, state, strict)
         elif is_meta(self._module):
             assign_state(self._module, state, strict)
         else:

@@ -1,6 +1,7 @@
 """Values that come later: a module is told where its values lie, and each rank reads its own part when it is cut."""
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -272,19 +273,28 @@ def test_a_later_load_wins():
 
 
 @distributed(world_size=2)
-def test_writing_before_the_values_are_read_is_refused(rank, world_size):
+def test_who_asks_first_gets_the_values(rank, world_size):
+    """Also where only one rank does: then all read the whole, and rank 0's values win as ever."""
+    whole = filled().state_dict()
     module = Zoo()
-    expect(module, Reader()(filled().state_dict()))
-    if rank == 1:
-        nn.init.zeros_(module.scale)
-    with communicator() as comm, pytest.raises(RuntimeError, match=r"rank 1: Parameter 'scale' was written to"):
-        build(comm, module, 3)
-
-
-@distributed(world_size=2)
-def test_ranks_that_wait_for_different_values_are_refused(rank, world_size):
-    module = Zoo()
+    expect(module, Reader()(whole))
     if rank == 0:
-        expect(module, Reader()(filled().state_dict()))
-    with communicator() as comm, pytest.raises(RuntimeError, match=r"rank 1: 0 parameters wait .* same checkpoint"):
-        build(comm, module, 3)
+        assert torch.equal(module.turned + 0, whole["turned"])
+        with torch.no_grad():
+            module.scale.mul_(2)
+    with communicator() as comm:
+        engine = build(comm, module, 3)
+        with engine.gathered(module):
+            assert torch.equal(module.turned, whole["turned"]) and torch.equal(module.scale, 2 * whole["scale"])
+
+
+def test_a_waiting_parameter_is_what_it_seems():
+    whole = filled().state_dict()
+    for module in (Zoo(), on_meta(Zoo)):
+        expect(module, Reader()(whole))
+        copied = copy.deepcopy(module)
+        assert isinstance(module.turned, nn.Parameter) and module.turned.shape == whole["turned"].shape
+        assert not expected(copied.turned) and torch.equal(copied.turned, whole["turned"])
+        assert torch.equal(pickle.loads(pickle.dumps(module)).turned, whole["turned"])
+        assert type(module.turned) is nn.Parameter
+        copied.load_state_dict(whole)

@@ -10,7 +10,7 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engine.buffer import Pool
 from lightning_zero.engine.comm import Communicator
 from lightning_zero.engine.dtypes import Dtypes, dtypes_of
-from lightning_zero.engine.expected import check
+from lightning_zero.engine.expected import settle
 from lightning_zero.engine.flat import Flat
 from lightning_zero.engine.grouping import UnitSpec, make_units
 from lightning_zero.engine.guard import Owner, Place, guard
@@ -45,7 +45,6 @@ def build_units(
 
     Raises:
         ValueError: a parameter has no values, and nothing gives it any.
-        RuntimeError: ranks wait for different values, or somebody has written to what waits.
         TierError: a tier has no room for what is to rest there.
     """
     for name, param in module.named_parameters():
@@ -58,7 +57,7 @@ def build_units(
                 "batch. Each shard keeps what the rank that owns it has seen (under ddp the ranks' weights part).",
                 stacklevel=2,
             )
-    check(module, comm)
+    settle(module, comm)
     row = stage_row(config.stage, config.reduce_at)  # type: ignore[arg-type]
     specs = make_units(module, config)
     groups = [_groups(spec, config, compute_dtype) for spec in specs]

@@ -1,38 +1,31 @@
 """Values that come later: a module that will be sharded is told where its values lie, and nothing is read yet.
 
 What a file holds of a parameter hangs on the parameter until the flat buffers are built: then each rank reads its own
-part of it. Until then the parameter's old values, or none at all, are seen by whoever looks.
+part of it. Whoever asks for its values before that gets all of them.
 """
 
 import warnings
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_zero.engine.comm import Communicator
 from lightning_zero.engine.elsewhere import StoredTensor
 from lightning_zero.engine.layout import Layout
+from lightning_zero.engine.metadata import METADATA
 
 
 class Expected:
     """Where the values of a parameter are; it hangs on the parameter as ``_zero_expected``."""
 
-    __slots__ = ("stored", "version")
+    __slots__ = ("plain", "stored")
 
-    def __init__(self, stored: StoredTensor, version: int) -> None:
-        self.stored, self.version = stored, version
-
-    def __reduce__(self) -> Any:
-        """A pickled parameter has the values that are there."""
-        return (_nothing, ())
-
-
-def _nothing() -> None:
-    return None
+    def __init__(self, stored: StoredTensor, plain: type) -> None:
+        self.stored, self.plain = stored, plain
 
 
 def expected(param: Tensor) -> Expected | None:
@@ -42,7 +35,57 @@ def expected(param: Tensor) -> Expected | None:
 
 def forget(param: Tensor) -> None:
     """The parameter has its values."""
-    vars(param).pop("_zero_expected", None)
+    if later := vars(param).pop("_zero_expected", None):
+        param.__class__ = later.plain
+
+
+@torch.no_grad()
+def read(param: nn.Parameter) -> None:
+    """Read all values of a parameter that waits for them."""
+    later = expected(param)
+    if later is not None:
+        forget(param)
+        values = torch.empty_like(param, device="cpu").copy_(later.stored) if param.is_meta else later.stored
+        if param.is_meta:
+            give_memory(param, values)
+        else:
+            param.copy_(values)
+
+
+_classes: dict[type, type] = {}
+
+
+def _waiting_class(plain: type) -> type:
+    """The class that a parameter has while it waits: whoever asks for its values gets them, read at that moment."""
+    if plain not in _classes:
+        body = {
+            "__torch_function__": classmethod(_torch_function),
+            "__deepcopy__": _read_first("__deepcopy__"),
+            "__reduce_ex__": _read_first("__reduce_ex__"),
+            "__module__": __name__,
+        }
+        _classes[plain] = type(plain)(f"Expected{plain.__name__}", (plain,), body)
+    return _classes[plain]
+
+
+def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    overwritten = args[0] if func is Tensor.copy_ and args[0].shape == args[1].shape else None
+    if func not in METADATA:
+        for leaf in tree_leaves((args, kwargs)):
+            if overwritten is not None and leaf is overwritten and not overwritten.is_meta:
+                forget(overwritten)
+            elif isinstance(leaf, nn.Parameter):
+                read(leaf)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
+
+
+def _read_first(name: str) -> Any:
+    def method(self: Any, *args: Any) -> Any:
+        read(self)
+        return getattr(self, name)(*args)
+
+    return method
 
 
 def lacks(tensor: Tensor) -> bool:
@@ -54,7 +97,7 @@ def expect(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> 
     """``module.load_state_dict(state, strict)`` for a module that is going to be sharded, and may be on ``meta``.
 
     Parameters keep their identity. Those for which ``state`` has a :class:`StoredTensor` get its values when the engine
-    is built on the module; it has to be built before anybody reads or writes them. Everything else is loaded at once;
+    is built on the module, or somebody asks for them. Everything else is loaded at once;
     what is on ``meta`` comes to lie in host memory. Dtypes become the module's. No collective.
 
     Returns:
@@ -68,7 +111,9 @@ def expect(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> 
         found = module.load_state_dict(state, strict=strict)
     for target, value in caught.copies.values():
         if isinstance(value, StoredTensor) and isinstance(target, nn.Parameter):
-            target._zero_expected = Expected(value, target._version)  # type: ignore[attr-defined]
+            forget(target)
+            target._zero_expected = Expected(value, type(target))  # type: ignore[attr-defined]
+            target.__class__ = _waiting_class(type(target))
         else:
             _fill(module, target, value)
     return found
@@ -119,24 +164,18 @@ def give_memory(param: nn.Parameter, values: Tensor) -> None:
         param.data = values
 
 
-def check(module: nn.Module, comm: Communicator) -> None:
-    """See that all ranks wait for the same values, and that nobody has written to what waits. Collective.
-
-    Raises:
-        RuntimeError: on all ranks.
+def settle(module: nn.Module, comm: Communicator) -> None:
+    """The engine is about to be built: what one rank has read, and may have changed, all read now; for the rest,
+    nobody's reading counts any more (initialisers will not find values). Collective.
     """
-    waiting = {name: (p, later) for name, p in module.named_parameters() if (later := expected(p)) is not None}
-    written = [name for name, (p, later) in waiting.items() if not p.is_meta and p._version != later.version]
-    digest = zlib.crc32("\n".join(waiting).encode())
-    seen = torch.tensor([digest, -digest, len(written)], device="cpu")
-    comm.all_reduce(seen, "max", "expected values").wait()
-    highest, lowest, most_written = seen.tolist()
-    if most_written:
-        text = "was written to after a checkpoint had been loaded, and before its values were read. Write on all ranks "
-        text += "inside `with lightning_zero.gathered(module):` once the module is sharded, as in on_fit_start."
-        comm.agree(f"Parameter {written[0]!r} {text}" if written else None)
-    if highest != -lowest:
-        comm.agree(f"{len(waiting)} parameters wait for values of files: load the same checkpoint on all ranks.")
+    params = list(module.parameters())
+    has_values = torch.tensor([expected(param) is None for param in params], dtype=torch.uint8, device="cpu")
+    comm.all_reduce(has_values, "max", "expected values").wait()
+    for param, somewhere in zip(params, has_values.tolist(), strict=True):
+        if somewhere:
+            read(param)
+        elif later := expected(param):
+            param.__class__ = later.plain
 
 
 @torch.no_grad()

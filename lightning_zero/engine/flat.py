@@ -57,7 +57,8 @@ class Flat:
         self.names, self.params = list(params), list(params.values())
         self.dtypes, self._trained = dtypes, trained
         self.whole, self.owns_all = whole, owns_all
-        self.layout = Layout([p.detach() for p in self.params], comm.world_size)
+        places = [torch.empty_strided(p.shape, p.stride(), device="meta") for p in self.params]
+        self.layout = Layout(places, comm.world_size)
         self.low, self.high = (0, self.layout.numel) if owns_all else self.layout.shard(comm.rank)
         # of each parameter: what this rank owns of it, in the shard
         self._own = [
