@@ -60,10 +60,11 @@ class Reader:
         return {name: self.store(value) for name, value in state.items()}
 
     def store(self, value):
-        def elements(dims, start, stop):
+        def elements(dims, start, stop, out=None):
             self.elements += stop - start
             self.highest = max(self.highest, allocated())
-            return value.detach().permute(tuple(dims)).reshape(-1)[start:stop].clone()
+            found = value.detach().permute(tuple(dims)).reshape(-1)[start:stop].clone()
+            return found if out is None else out.copy_(found)
 
         return StoredTensor(value.shape, value.dtype, elements)
 

@@ -62,9 +62,10 @@ class Folder:
         if isinstance(stored, TensorStorageMetadata):
             return StoredTensor(stored.size, stored.properties.dtype, partial(self._elements, name, stored))
         info = self.metadata.storage_data[MetadataIndex(name)]
-        data = self._file(info.relative_path).read(info.offset, info.length)
+        data = bytearray(info.length)
+        self._file(info.relative_path).read(info.offset, memoryview(data))
         try:
-            return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+            return torch.load(io.BytesIO(data), weights_only=True)
         except Exception as error:
             raise ValueError(f"{name!r} in {self.path} cannot be loaded: {error}") from error
 
@@ -80,8 +81,16 @@ class Folder:
         """The names of the sections, in order."""
         return list(dict.fromkeys(path[0] for path in self.names().values()))
 
-    def _elements(self, name: str, stored: TensorStorageMetadata, dims: Sequence[int], start: int, stop: int) -> Tensor:
-        out = torch.empty(stop - start, dtype=stored.properties.dtype)
+    def _elements(
+        self,
+        name: str,
+        stored: TensorStorageMetadata,
+        dims: Sequence[int],
+        start: int,
+        stop: int,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        out = torch.empty(stop - start, dtype=stored.properties.dtype) if out is None else out
         back = [list(dims).index(dim) for dim in range(len(dims))]
         done = 0
         for box in boxes([stored.size[dim] for dim in dims], start, stop):
@@ -97,36 +106,35 @@ class Folder:
             there = Box(tuple(chunk.offsets), tuple(chunk.sizes))
             common = there.overlap(wanted)
             if common is not None:
-                values = self._read(MetadataIndex(name, chunk.offsets), there.sizes, common.seen_from(there), target)
-                common.seen_from(wanted).of(target).copy_(values)
+                index = MetadataIndex(name, chunk.offsets)
+                self._read(index, there.sizes, common.seen_from(there), common.seen_from(wanted).of(target))
                 found += common.numel
         if found != wanted.numel:
             raise ValueError(f"{self.path} has only parts of {name!r}.")
 
-    def _read(self, index: MetadataIndex, shape: Sequence[int], part: Box, like: Tensor) -> Tensor:
-        """A part of an item: the bytes from its first element to its last are read."""
+    def _read(self, index: MetadataIndex, shape: Sequence[int], part: Box, out: Tensor) -> None:
+        """Read a part of an item: the bytes from its first element to its last, into ``out`` if those are all of it."""
         info = self.metadata.storage_data[index]
         start, strides = self._layout(info, shape)
         first = sum(offset * stride for offset, stride in zip(part.offsets, strides, strict=True))
         last = first + sum((size - 1) * stride for size, stride in zip(part.sizes, strides, strict=True))
-        width = like.element_size()
-        file = self._file(info.relative_path)
-        data = file.read(info.offset + start + first * width, (last + 1 - first) * width)
-        if data.storage_offset() % width:
-            data = data.clone()
-        return data.view(like.dtype).as_strided(part.sizes, strides)
+        exactly = out.is_contiguous() and last + 1 - first == out.numel() and _in_order(part.sizes, strides)
+        values = out if exactly else torch.empty(last + 1 - first, dtype=out.dtype)
+        data = values.view(-1).view(torch.uint8).numpy().data
+        self._file(info.relative_path).read(info.offset + start + first * out.element_size(), data)
+        if not exactly:
+            out.copy_(values.as_strided(part.sizes, strides))
 
     def _layout(self, info: Any, shape: Sequence[int]) -> tuple[int, Sequence[int]]:
         """Where in an item its elements begin (bytes), and the strides of its dimensions (elements)."""
-        with (self.path / info.relative_path).open("rb") as file:
-            view: Any = _create_file_view(file, info.offset, info.length)
-            if self.files is not None:  # ours are in order
-                offset: int = torch._C.PyTorchFileReader(view).get_record_offset("data/0")  # type: ignore[attr-defined]
-                return offset, torch.empty(tuple(shape), device="meta").stride()
-            with FakeTensorMode():
-                fake = torch.load(view, weights_only=True)
-            offset = fake.untyped_storage()._checkpoint_offset
-            return offset + fake.storage_offset() * fake.element_size(), fake.stride()
+        view: Any = _create_file_view(self._file(info.relative_path).file, info.offset, info.length)  # type: ignore[arg-type]
+        if self.files is not None:  # ours are in order
+            offset: int = torch._C.PyTorchFileReader(view).get_record_offset("data/0")  # type: ignore[attr-defined]
+            return offset, torch.empty(tuple(shape), device="meta").stride()
+        with FakeTensorMode():
+            fake = torch.load(view, weights_only=True)
+        offset = fake.untyped_storage()._checkpoint_offset
+        return offset + fake.storage_offset() * fake.element_size(), fake.stride()
 
     def _file(self, name: str) -> CheckedFile:
         if name not in self._open:
@@ -138,6 +146,12 @@ class Folder:
         for file in self._open.values():
             file.close()
         self._open.clear()
+
+
+def _in_order(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements lie in row-major order."""
+    pairs = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size > 1]
+    return all(outer[1] >= inner[1] for outer, inner in zip(pairs, pairs[1:], strict=False))
 
 
 def checkpoint(source: Folder, weights_only: bool | None) -> dict[str, Any]:

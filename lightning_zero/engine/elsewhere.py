@@ -1,14 +1,20 @@
 """Tensors whose values are not here: they know their shape and dtype, and where the values are."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-Elements = Callable[[Sequence[int], int, int], Tensor]
-"""Reads elements ``start`` to ``stop`` (1-D, on the CPU) of a tensor whose dimensions come in the given order."""
+
+class Elements(Protocol):
+    """Reads some elements of a tensor."""
+
+    def __call__(self, dims: Sequence[int], start: int, stop: int, out: Tensor | None = None) -> Tensor:
+        """Elements ``start`` to ``stop`` of the tensor whose dimensions come in the order ``dims``: 1-D on the CPU, in
+        the tensor's dtype; in ``out``, if it is given, which is contiguous.
+        """
 
 
 class Elsewhere(Tensor):

@@ -212,7 +212,11 @@ def collect(
         stored = later.stored if exact is None else exact
         start, stop = (min(max(bound, slot.start), slot.stop) for bound in own)
         if start < stop:
-            values = slot.part(stored, start - slot.start, stop - slot.start)
-            out[start:stop].copy_(values.to(user) if exact is None else values)
+            room = (
+                out[start:stop] if exact is not None or out.dtype == user else out.new_empty(stop - start, dtype=user)
+            )
+            slot.copy_part(stored, start - slot.start, stop - slot.start, room)
+            if room.dtype != out.dtype:
+                out[start:stop].copy_(room)
         forget(param)
     return True
