@@ -1,6 +1,7 @@
 """Reads a checkpoint folder, of ours or of another strategy of Lightning's: tensors by parts, when they are used."""
 
 import io
+import pickle
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ class Folder:
         if wrong := manifest.missing(path, self.files or self._needed()):
             raise ValueError(f"{path} is not a whole checkpoint: {'; '.join(wrong)}. Use another checkpoint.")
         self._open: dict[str, CheckedFile] = {}
+        self._tensors: dict[int, StoredTensor] = {}
 
     def _needed(self) -> dict[str, manifest.FileSum]:
         """Of a folder without a manifest: files, with the bytes that they have if nothing is behind their items."""
@@ -60,7 +62,10 @@ class Folder:
         """
         stored = self.metadata.state_dict_metadata[name]
         if isinstance(stored, TensorStorageMetadata):
-            return StoredTensor(stored.size, stored.properties.dtype, partial(self._elements, name, stored))
+            if id(stored) not in self._tensors:  # tied ones are one
+                place = stored.size, stored.properties.dtype
+                self._tensors[id(stored)] = StoredTensor(*place, partial(self._elements, name, stored))
+            return self._tensors[id(stored)]
         info = self.metadata.storage_data[MetadataIndex(name)]
         data = bytearray(info.length)
         self._file(info.relative_path).read(info.offset, memoryview(data))
@@ -154,12 +159,28 @@ def _in_order(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     return all(outer[1] >= inner[1] for outer, inner in zip(pairs, pairs[1:], strict=False))
 
 
+def meta(source: Folder, weights_only: bool | None) -> dict[str, Any]:
+    """What is neither module nor optimizer.
+
+    Raises:
+        ValueError: it holds objects, and ``weights_only`` is not False.
+    """
+    try:
+        found: dict[str, Any] = torch.load(source.path / folder.META, map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{source.path / folder.META} holds objects that may run code when they are loaded: {error}. If you trust "
+            "it, use weights_only=False (on the command line: --trust)."
+        ) from error
+    return found
+
+
 def checkpoint(source: Folder, weights_only: bool | None) -> dict[str, Any]:
     """The checkpoint that was saved, as Lightning knows it. Its tensors are read when they are used.
 
     Optimizer states name their parameters; :func:`state.load_optimizer_state` takes that.
     """
-    found: dict[str, Any] = torch.load(source.path / folder.META, map_location="cpu", weights_only=weights_only)
+    found = meta(source, weights_only)
     sections = source.sections()
     weights = "state_dict" if "state_dict" in sections else "model"
     found["state_dict"] = source.nested(weights)

@@ -71,21 +71,25 @@ class PartPlanner(DefaultSavePlanner):
         self.aliases: dict[str, str] = {}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Flatten; a part that comes under several names (tied parameters) is stored under the first."""
+        """Flatten; what comes under several names (tied parameters) is stored under the first."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        first: dict[int, str] = {}
+        first: dict[Any, str] = {}
         for name, value in self.state_dict.items():
             if isinstance(value, OwnPart):
                 self.aliases[name] = first.setdefault(id(value), name)
+            elif isinstance(value, Tensor) and value.numel():
+                memory = value.data_ptr(), value.shape, value.stride(), value.dtype
+                self.aliases[name] = first.setdefault(memory, name)
         self.aliases = {name: stored for name, stored in self.aliases.items() if name != stored}
 
     def create_local_plan(self) -> SavePlan:
         """This rank's items."""
         items: list[WriteItem] = []
         for name, value in self.state_dict.items():
+            if name in self.aliases:
+                continue
             if isinstance(value, OwnPart):
-                if name not in self.aliases:
-                    items += [_item(name, value, box) for box, _ in _boxes(value, self.is_coordinator)]
+                items += [_item(name, value, box) for box, _ in _boxes(value, self.is_coordinator)]
             elif self.is_coordinator:
                 items.append(_whole_item(name, value))
         self.plan = SavePlan(items, planner_data=self.mappings)
