@@ -196,6 +196,8 @@ def _alone(tensor: Tensor) -> Tensor:
     """The same memory as a tensor whose storage ends with it: torch.save writes storages."""
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
+    if not tensor.numel():
+        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
     as_bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return torch.from_numpy(as_bytes).view(tensor.dtype).view(tensor.shape)
 
