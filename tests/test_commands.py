@@ -7,11 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from harness import environment, run_ranks
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
+from test_strategy import trainer
 from torch import nn
+from tqdm import tqdm
 
 import lightning_zero
 from lightning_zero.__main__ import main
+
+tqdm.monitor_interval = 0  # its thread would hang in forks
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,14 +41,11 @@ class Tied(LightningModule):
 def _save(rank, world_size, path, hparams):
     torch.manual_seed(0)
     strategy = lightning_zero.ZeroStrategy(stage=3, min_unit_bytes=0, state_dict_type="sharded")
-    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, max_steps=3, enable_model_summary=False, **options
-    )
-    trainer.fit(Tied(**hparams), torch.utils.data.DataLoader(torch.randn(24, 6), batch_size=4))
-    trainer.save_checkpoint(path)
+    own = trainer(rank, world_size, path.parent, strategy, max_steps=3)
+    own.fit(Tied(**hparams), torch.utils.data.DataLoader(torch.randn(24, 6), batch_size=4))
+    own.save_checkpoint(path)
     strategy.training.state_dict_type = "full"
-    trainer.save_checkpoint(path.with_name("full.ckpt"))
+    own.save_checkpoint(path.with_name("full.ckpt"))
 
 
 def save(path, **hparams):

@@ -2,12 +2,11 @@
 
 import functools
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import RankFailed, run_ranks
+from harness import run_ranks
 from lightning.pytorch import Callback, LightningModule
 from test_checkpoint import Counted, assert_same
 from test_strategy import DIM, trainer, zero
@@ -178,7 +177,10 @@ def one(rank, world_size, *args, **kwargs):
 
 def many(rank, world_size, folder, stage, precision, paths):
     """Resume from one checkpoint after the other."""
-    return [one(rank, world_size, folder, functools.partial(Awkward, seed=1), stage, precision, ckpt_path=path) for path in paths]
+    return [
+        one(rank, world_size, folder, functools.partial(Awkward, seed=1), stage, precision, ckpt_path=path)
+        for path in paths
+    ]
 
 
 class Runs:
