@@ -159,7 +159,8 @@ def give_memory(param: nn.Parameter, values: Tensor) -> None:
     (``torch.utils.swap_tensors`` would exchange attributes, too, and refuses what an LSTM refers to weakly.)
     """
     if param.is_meta:
-        torch._C._swap_tensor_impl(param, nn.Parameter(values, requires_grad=param.requires_grad))
+        # of its own version: autograd counts writes to the flat buffer, of which it is a part, by another
+        torch._C._swap_tensor_impl(param, nn.Parameter(values.data, requires_grad=param.requires_grad))
     else:
         param.data = values
 
