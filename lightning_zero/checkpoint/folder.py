@@ -64,13 +64,13 @@ def commit(part: Path, target: Path) -> None:
     Raises:
         OSError: it cannot be.
     """
-    _sync(part)
+    sync(part)
     aside = None
     if target.is_symlink() or target.exists():
         aside = part if _exchange(part, target) else _move_aside(part, target)
     else:
         part.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
     if aside is not None:
         remove(aside)
 
@@ -125,7 +125,8 @@ def _whole_beside(path: Path) -> list[Path]:
     return sorted(found, key=lambda other: (other / manifest.NAME).stat().st_mtime)
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -57,18 +57,23 @@ def load_module_state(module: nn.Module, engine: Engine, state: Mapping[str, Any
 
 
 class _Undetached(TorchFunctionMode):
-    """``detach`` returns the engine's parameters themselves: ``keep_vars`` for a ``state_dict()`` of any signature."""
+    """``detach`` returns the engine's parameters themselves (without an engine, all): ``keep_vars`` for a
+    ``state_dict()`` of any signature.
+    """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine | None) -> None:
         super().__init__()
         self.engine = engine
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is Tensor.detach and isinstance(args[0], nn.Parameter) and self.engine.locate(args[0]) is not None:
+        if func is Tensor.detach and isinstance(args[0], nn.Parameter) and self._is_meant(args[0]):
             return args[0]
         return func(*args, **(kwargs or {}))
+
+    def _is_meant(self, param: nn.Parameter) -> bool:
+        return self.engine is None or self.engine.locate(param) is not None
 
 
 class _CatchCopies(TorchFunctionMode):

@@ -319,9 +319,9 @@ class Flat:
         Collective where they are sharded.
         """
         own = self.own_master(index)
-        return own.clone() if self.owns_all else self._assemble(index, own, f"master weights of {self.names[index]}")
+        return own.clone() if self.owns_all else self.assemble(index, own, f"master weights of {self.names[index]}")
 
-    def _assemble(self, index: int, own: Tensor, what: str) -> Tensor:
+    def assemble(self, index: int, own: Tensor, what: str) -> Tensor:
         """A whole tensor of parameter ``index``'s size from the ranks' own parts. Collective."""
         bounds = self.layout.pieces(index)
         low, high = bounds[self.comm.rank]
@@ -340,7 +340,7 @@ class Flat:
             if own is None:
                 raise RuntimeError(f"The gradient of {self.names[index]!r} was dropped: it cannot be read any more.")
             if not whole:
-                own = self._assemble(index, own, f"gradient of {self.names[index]}")
+                own = self.assemble(index, own, f"gradient of {self.names[index]}")
             return slot.view(own.to(self.dtypes.compute, copy=True))
 
     @torch.no_grad()
