@@ -1,9 +1,12 @@
 """Checkpoints of Lightning's other strategies and of torch's tools under ours, and ours under theirs."""
 
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from harness import run_ranks
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
@@ -11,6 +14,7 @@ from oracles import assert_same_state
 from test_checkpoint import Counted
 from test_strategy import STAGES, Net, loader, trainer, zero
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -20,11 +24,12 @@ class Parallel(Net):
     """What ModelParallelStrategy asks for; under others ``configure_model`` does nothing. Two groups, and a schedule."""
 
     def configure_model(self):
-        if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            mesh = self.device_mesh["data_parallel"]
-            for block in self.blocks:
-                fully_shard(block, mesh=mesh)
-            fully_shard(self, mesh=mesh)
+        if self._trainer is not None and isinstance(self.trainer.strategy, ModelParallelStrategy):
+            for part in self.parts():
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+    def parts(self):
+        return [*self.blocks, self]
 
     def configure_optimizers(self):
         groups = [{"params": [], "weight_decay": 0.1, "betas": (0.8, 0.9)}, {"params": [], "weight_decay": 0.0}]
@@ -49,9 +54,8 @@ class Rich(Parallel):
         self.extra.count += 1
         return super().training_step(batch, batch_idx)
 
-    def configure_model(self):
-        if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+    def parts(self):
+        return [self]  # tied parameters must be in one
 
 
 class OnCPU(FSDPStrategy):
@@ -174,3 +178,68 @@ def test_parameters_without_state_come_from_fsdp2(tmp_path):
     want = on_ranks(2, tmp_path, "fsdp2", cls=Idle, save=tmp_path / "it.ckpt")
     assert "idle" not in want[1]["state"]
     assert_same_state(on_ranks(2, tmp_path, "3", cls=Idle, load=tmp_path / "it.ckpt"), want)
+
+
+# One file from a folder
+
+
+def consolidated(folder, package, monkeypatch):
+    """``python -m lightning.<package>.utilities.consolidate_checkpoint``."""
+    file = folder.with_suffix(f".{package}")
+    monkeypatch.setattr(sys, "argv", ["consolidate_checkpoint", str(folder), "--output_file", str(file)])
+    runpy.run_module(f"lightning.{package}.utilities.consolidate_checkpoint", run_name="__main__")
+    return file
+
+
+@pytest.mark.parametrize("cls", [Parallel, Rich])
+def test_lightning_consolidates_our_folders(cls, tmp_path, monkeypatch):
+    """Optimizer states are by names there; torch takes them in the order of the groups, as it does numbers."""
+    folder = tmp_path / "it.ckpt"
+    weights, state = on_ranks(2, tmp_path, "2", cls=cls, save=folder)
+    file = consolidated(folder, "pytorch", monkeypatch)
+    found = torch.load(file, weights_only=True)
+    assert_same_state(dict(sorted(found["state_dict"].items())), weights)
+    assert_same_state(sorted_state(found["optimizer_states"][0]), state)
+    loaded = cls.load_from_checkpoint(file).state_dict()
+    assert_same_state(dict(sorted(loaded.items())), weights)
+    want = on_ranks(2, tmp_path, "ddp", cls=cls, epochs=2)
+    for name in ["ddp", "3", "1full", *(["fsdp2"] if cls is Parallel else [])]:  # FSDP2 reads no extra state from files
+        assert_same_state(on_ranks(2, tmp_path, name, cls=cls, epochs=2, load=file), want)
+
+
+def test_fabric_and_torch_consolidate_our_folders(tmp_path, monkeypatch):
+    folder, file = tmp_path / "it.ckpt", tmp_path / "file"
+    weights, state = on_ranks(2, tmp_path, "3", cls=Rich, save=folder)
+    dcp_to_torch_save(folder, file)
+    for path in [file, consolidated(folder, "fabric", monkeypatch)]:
+        found = torch.load(path, weights_only=True)
+        assert_same_state(dict(sorted(found["state_dict"].items())), weights)
+        assert_same_state(dict(sorted(found["model"].items())), weights)
+        assert_same_state(sorted_state(found["optimizer_0"]), state)
+
+
+def test_torch_loads_our_folders_into_plain_tensors(tmp_path):
+    folder = tmp_path / "it.ckpt"
+    weights, state = on_ranks(2, tmp_path, "3", save=folder)
+    for section in ["state_dict", "model"]:
+        wanted = {
+            section: {name: torch.full_like(value, torch.nan) for name, value in weights.items()},
+            "optimizer_0": {"state": {"head.bias": {"exp_avg": torch.zeros(1), "step": torch.zeros(())}}},
+        }
+        dcp.load(wanted, checkpoint_id=folder, no_dist=True)
+        assert_same_state(wanted[section], weights)
+        entries = {key: value for key, value in state["state"]["head.bias"].items() if key != "exp_avg_sq"}
+        assert_same_state(wanted["optimizer_0"]["state"]["head.bias"], entries)
+
+
+# Ordinary files
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=FULL), pytest.param(2, marks=FULL), 3])
+def test_ddp_and_ours_go_on_from_each_other_to_the_bit(stage, tmp_path):
+    files = [tmp_path / f"{n}.ckpt" for n in range(3)]
+    unbroken = on_ranks(2, tmp_path, "ddp", cls=Rich, epochs=4)
+    on_ranks(2, tmp_path, "ddp", cls=Rich, epochs=1, save=files[0])
+    on_ranks(2, tmp_path, f"{stage}full", cls=Rich, epochs=2, load=files[0], save=files[1])
+    on_ranks(2, tmp_path, "ddp", cls=Rich, epochs=3, load=files[1], save=files[2])
+    assert_same_state(on_ranks(2, tmp_path, str(stage), cls=Rich, epochs=4, load=files[2]), unbroken)
