@@ -1,43 +1,87 @@
 """Checkpoints of Lightning's other strategies and of torch's tools under ours, and ours under theirs."""
 
+import runpy
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from harness import run_ranks
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.fabric.utilities.load import _load_distributed_checkpoint
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from oracles import assert_same_state
+from test_checkpoint import Counted
 from test_strategy import STAGES, Net, loader, trainer, zero
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
 class Parallel(Net):
     """What ModelParallelStrategy asks for; under others ``configure_model`` does nothing. Two groups, and a schedule."""
 
     def configure_model(self):
-        if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            mesh = self.device_mesh["data_parallel"]
-            for block in self.blocks:
-                fully_shard(block, mesh=mesh)
-            fully_shard(self, mesh=mesh)
+        if self._trainer is not None and isinstance(self.trainer.strategy, ModelParallelStrategy):
+            for part in self.parts():
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+    def parts(self):
+        return [*self.blocks, self]
 
     def configure_optimizers(self):
-        groups = [
-            {"params": [p for p in self.parameters() if p.dim() > 1], "weight_decay": 0.1, "betas": (0.8, 0.9)},
-            {"params": [p for p in self.parameters() if p.dim() <= 1], "weight_decay": 0.0},
-        ]
+        groups = [{"params": [], "weight_decay": 0.1, "betas": (0.8, 0.9)}, {"params": [], "weight_decay": 0.0}]
+        for name, param in self.named_parameters():  # FSDPStrategy has other shapes here
+            groups[name.endswith("bias")]["params"].append(param)
         optimizer = torch.optim.AdamW(groups, lr=0.01)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
 
-def strategies(name, world_size):
+class Rich(Parallel):
+    """Tied and frozen parameters, a buffer, extra state."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[2].weight = self.blocks[0].weight
+        self.blocks[1].requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(2))
+        self.extra = Counted()
+
+    def training_step(self, batch, batch_idx):
+        self.seen += 1
+        self.extra.count += 1
+        return super().training_step(batch, batch_idx)
+
+    def parts(self):
+        return [self]  # tied parameters must be in one
+
+
+class OnCPU(FSDPStrategy):
+    """Lightning wraps for GPUs only; torch's FSDP runs on CPUs if it is told so."""
+
+    def _setup_model(self, model):
+        policy = ModuleWrapPolicy([nn.Linear])
+        return FullyShardedDataParallel(
+            model, device_id=torch.device("cpu"), auto_wrap_policy=policy, use_orig_params=True
+        )
+
+
+def strategy_of(name, world_size):
+    if name == "fsdp1":
+        return OnCPU(state_dict_type="sharded")
     if name == "fsdp2":
         return ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
-    return DDPStrategy() if name == "ddp" else zero(int(name), state_dict_type="sharded")
+    return DDPStrategy() if name == "ddp" else zero(int(name[0]), state_dict_type=name[1:] or "sharded")
 
 
-def life(rank, world_size, folder, name, epochs=1, cls=Parallel, load=None, save=None):
-    """Train under a strategy from a checkpoint or from the beginning; on rank 0 all that there is in the end."""
-    runner = trainer(rank, world_size, folder, strategies(name, world_size), max_epochs=epochs)
+def life(rank, world_size, folder, name, epochs=1, cls=Parallel, load=None, save=None, **kwargs):
+    """Train under a strategy from a checkpoint or from the beginning; on rank 0 all that there is in the end.
+
+    ``name``: "ddp", "fsdp1", "fsdp2", or a stage, as "3" or "3full".
+    """
+    runner = trainer(rank, world_size, folder, strategy_of(name, world_size), max_epochs=epochs, **kwargs)
     model = cls()
     runner.fit(model, loader(), ckpt_path=load)
     if save is not None:
@@ -46,18 +90,24 @@ def life(rank, world_size, folder, name, epochs=1, cls=Parallel, load=None, save
 
 
 def whole(runner, model, name):
-    """Weights and optimizer state by names."""
+    """Weights, and the optimizer's state by names."""
     (optimizer,) = runner.optimizers
-    if name == "fsdp2":
+    if name == "fsdp1":
+        # to gather whole tensors is not for CPUs
+        runner.save_checkpoint(end := runner.default_root_dir + "/end")
+        runner.strategy.barrier()
+        found = _load_distributed_checkpoint(Path(end))
+        weights, state = found["model"], found["optimizer_0"]
+    elif name == "fsdp2":
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = get_model_state_dict(model, options=options)
         state = get_optimizer_state_dict(model, optimizer, options=options)
     elif name == "ddp":
         weights, state = model.state_dict(), by_name(model, optimizer, optimizer.state_dict())
     else:
-        weights = {key: value.clone() for key, value in model.state_dict().items()}
+        weights = model.state_dict()
         state = by_name(model, optimizer, runner.strategy._fit_engine.optimizer_state(optimizer))
-    return (weights, sorted_state(state)) if runner.global_rank == 0 else None
+    return (dict(sorted(weights.items())), sorted_state(state)) if runner.global_rank == 0 else None
 
 
 def by_name(model, optimizer, state):
@@ -76,24 +126,120 @@ def sorted_state(state):
     }
 
 
-# FSDP2
+def on_ranks(world_size, *args, **kwargs):
+    """A :func:`life` on ranks of its own."""
+    return run_ranks(life, world_size, *args, **kwargs)[0]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_fsdp2_and_ours_go_on_from_each_other_to_the_bit(stage, tmp_path):
-    theirs, ours = tmp_path / "theirs.ckpt", tmp_path / "ours.ckpt"
-    unbroken, *_ = run_ranks(life, 2, tmp_path, "fsdp2", epochs=3)
-    first, *_ = run_ranks(life, 2, tmp_path, "fsdp2", epochs=1, save=theirs)
-    second, *_ = run_ranks(life, 2, tmp_path, str(stage), epochs=2, load=theirs, save=ours)
-    third, *_ = run_ranks(life, 2, tmp_path, "fsdp2", epochs=3, load=ours)
-    assert_same_state(third, unbroken)
+# FSDP
 
 
-@pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (2, 1), (1, 2)], ids=str)
-def test_fsdp2_and_ours_at_other_sizes(sizes, tmp_path):
-    theirs, ours = tmp_path / "theirs.ckpt", tmp_path / "ours.ckpt"
-    first, *_ = run_ranks(life, sizes[0], tmp_path, "fsdp2", save=theirs)
-    again, *_ = run_ranks(life, sizes[1], tmp_path, "3", load=theirs, save=ours)
-    assert_same_state(again, first)
-    third, *_ = run_ranks(life, sizes[0], tmp_path, "fsdp2", load=ours)
-    assert_same_state(third, first)
+FULL = pytest.mark.full
+ALL = [(1, "fsdp2"), (3, "fsdp1"), *(pytest.param(*it, marks=FULL) for it in [(2, "fsdp2"), (3, "fsdp2"), (1, "fsdp1")])]
+SIZES = [((2, 3), "fsdp2"), *(pytest.param(*it, marks=FULL) for it in [((3, 2), "fsdp1"), ((2, 1), "fsdp2")])]
+
+
+@pytest.mark.parametrize(("stage", "theirs"), ALL)
+def test_fsdp_and_ours_go_on_from_each_other_to_the_bit(stage, theirs, tmp_path):
+    first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
+    unbroken = on_ranks(2, tmp_path, theirs, epochs=3)
+    on_ranks(2, tmp_path, theirs, epochs=1, save=first)
+    on_ranks(2, tmp_path, str(stage), epochs=2, load=first, save=second)
+    assert_same_state(on_ranks(2, tmp_path, theirs, epochs=3, load=second), unbroken)
+
+
+def test_fsdp2_and_ours_with_all_kinds_of_state(tmp_path):
+    first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
+    unbroken = on_ranks(2, tmp_path, "fsdp2", epochs=3, cls=Rich)
+    on_ranks(2, tmp_path, "fsdp2", epochs=1, cls=Rich, save=first)
+    on_ranks(2, tmp_path, "3", epochs=2, cls=Rich, load=first, save=second)
+    assert_same_state(on_ranks(2, tmp_path, "fsdp2", epochs=3, cls=Rich, load=second), unbroken)
+    assert unbroken[0]["extra._extra_state"] == 12 and unbroken[0]["seen"].tolist() == [12.0, 12.0]
+
+
+@pytest.mark.parametrize(("sizes", "theirs"), SIZES, ids=str)
+def test_fsdp_and_ours_at_other_sizes(sizes, theirs, tmp_path):
+    first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
+    want = on_ranks(sizes[0], tmp_path, theirs, save=first)
+    assert_same_state(on_ranks(sizes[1], tmp_path, "3", load=first, save=second), want)
+    assert_same_state(on_ranks(sizes[0], tmp_path, theirs, load=second), want)
+
+
+class Idle(Parallel):
+    """A parameter that is in no forward has no optimizer state."""
+
+    def __init__(self):
+        super().__init__()
+        self.idle = nn.Parameter(torch.zeros(4))
+
+
+def test_parameters_without_state_come_from_fsdp2(tmp_path):
+    """The other way torch finds keys missing, as it does in FSDP2's own folders."""
+    want = on_ranks(2, tmp_path, "fsdp2", cls=Idle, save=tmp_path / "it.ckpt")
+    assert "idle" not in want[1]["state"]
+    assert_same_state(on_ranks(2, tmp_path, "3", cls=Idle, load=tmp_path / "it.ckpt"), want)
+
+
+# One file from a folder
+
+
+def consolidated(folder, package, monkeypatch):
+    """``python -m lightning.<package>.utilities.consolidate_checkpoint``."""
+    file = folder.with_suffix(f".{package}")
+    monkeypatch.setattr(sys, "argv", ["consolidate_checkpoint", str(folder), "--output_file", str(file)])
+    runpy.run_module(f"lightning.{package}.utilities.consolidate_checkpoint", run_name="__main__")
+    return file
+
+
+@pytest.mark.parametrize("cls", [Parallel, Rich])
+def test_lightning_consolidates_our_folders(cls, tmp_path, monkeypatch):
+    """Optimizer states are by names there; torch takes them in the order of the groups, as it does numbers."""
+    folder = tmp_path / "it.ckpt"
+    weights, state = on_ranks(2, tmp_path, "2", cls=cls, save=folder)
+    file = consolidated(folder, "pytorch", monkeypatch)
+    found = torch.load(file, weights_only=True)
+    assert_same_state(dict(sorted(found["state_dict"].items())), weights)
+    assert_same_state(sorted_state(found["optimizer_states"][0]), state)
+    loaded = cls.load_from_checkpoint(file).state_dict()
+    assert_same_state(dict(sorted(loaded.items())), weights)
+    want = on_ranks(2, tmp_path, "ddp", cls=cls, epochs=2)
+    for name in ["ddp", "3", "1full", *(["fsdp2"] if cls is Parallel else [])]:  # FSDP2 reads no extra state from files
+        assert_same_state(on_ranks(2, tmp_path, name, cls=cls, epochs=2, load=file), want)
+
+
+def test_fabric_and_torch_consolidate_our_folders(tmp_path, monkeypatch):
+    folder, file = tmp_path / "it.ckpt", tmp_path / "file"
+    weights, state = on_ranks(2, tmp_path, "3", cls=Rich, save=folder)
+    dcp_to_torch_save(folder, file)
+    for path in [file, consolidated(folder, "fabric", monkeypatch)]:
+        found = torch.load(path, weights_only=True)
+        assert_same_state(dict(sorted(found["state_dict"].items())), weights)
+        assert_same_state(dict(sorted(found["model"].items())), weights)
+        assert_same_state(sorted_state(found["optimizer_0"]), state)
+
+
+def test_torch_loads_our_folders_into_plain_tensors(tmp_path):
+    folder = tmp_path / "it.ckpt"
+    weights, state = on_ranks(2, tmp_path, "3", save=folder)
+    for section in ["state_dict", "model"]:
+        wanted = {
+            section: {name: torch.full_like(value, torch.nan) for name, value in weights.items()},
+            "optimizer_0": {"state": {"head.bias": {"exp_avg": torch.zeros(1), "step": torch.zeros(())}}},
+        }
+        dcp.load(wanted, checkpoint_id=folder, no_dist=True)
+        assert_same_state(wanted[section], weights)
+        entries = {key: value for key, value in state["state"]["head.bias"].items() if key != "exp_avg_sq"}
+        assert_same_state(wanted["optimizer_0"]["state"]["head.bias"], entries)
+
+
+# Ordinary files
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=FULL), pytest.param(2, marks=FULL), 3])
+def test_ddp_and_ours_go_on_from_each_other_to_the_bit(stage, tmp_path):
+    files = [tmp_path / f"{n}.ckpt" for n in range(3)]
+    unbroken = on_ranks(2, tmp_path, "ddp", cls=Rich, epochs=4)
+    on_ranks(2, tmp_path, "ddp", cls=Rich, epochs=1, save=files[0])
+    on_ranks(2, tmp_path, f"{stage}full", cls=Rich, epochs=2, load=files[0], save=files[1])
+    on_ranks(2, tmp_path, "ddp", cls=Rich, epochs=3, load=files[1], save=files[2])
+    assert_same_state(on_ranks(2, tmp_path, str(stage), cls=Rich, epochs=4, load=files[2]), unbroken)
