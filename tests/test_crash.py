@@ -1,9 +1,14 @@
 """Saves that do not end well: killed, on a full disk, at a wrong place, damaged afterwards. What was there stays."""
 
 import errno
+import json
+import multiprocessing
 import os
+import random
+import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from contextlib import contextmanager
@@ -11,9 +16,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import distributed
-from lightning.pytorch import Callback
+from harness import RankFailed, distributed, run_ranks
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.connectors import signal_connector
+from test_launchers import slurm
 from test_strategy import Net, loader, trainer, zero
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero.checkpoint import folder, folders, full, manifest, reader, temporary
 
@@ -515,8 +525,8 @@ def test_files_and_folders_take_each_others_place(rank, world_size, tmp_path):
 
 
 def test_what_is_left_of_killed_processes_goes_at_the_next_save(tmp_path):
-    dead = subprocess.Popen(["true"])
-    dead.wait()
+    dead = subprocess.Popen(["true"])  # and nobody waits for it yet
+    os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)
     host = socket.gethostname()
     ours, theirs = f"{host}-{dead.pid}", f"elsewhere-{dead.pid}"
     for name in (
@@ -538,6 +548,7 @@ def test_what_is_left_of_killed_processes_goes_at_the_next_save(tmp_path):
     temporary.drop(mine)
     full.write({}, tmp_path / "y.ckpt")
     assert left_behind(tmp_path) == sorted([".hidden", ".mine.part", f".y.ckpt.{host}-{os.getppid()}-0f.part"])
+    dead.wait()
 
 
 def test_killed_between_two_renames(tmp_path, monkeypatch):
@@ -609,3 +620,408 @@ def test_links_are_removed_as_links_and_follow_what_is_whole(tmp_path):
     assert folder.find(link) == first
     with pytest.raises(FileNotFoundError, match=r"1\.ckpt"):
         folders.refuse_dangling([str(link)])
+
+
+# In the background
+
+
+class Gate:
+    """The disk: ``os.fsync`` waits while it is closed."""
+
+    def __init__(self, monkeypatch):
+        self.open, real = threading.Event(), os.fsync
+
+        def fsync(descriptor):
+            assert self.open.wait(20)
+            real(descriptor)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+
+    def opens_in(self, seconds):
+        threading.Timer(seconds, self.open.set).start()
+
+
+class Batches(Callback):
+    """Calls ``at[n](trainer)`` after the ``n``-th batch."""
+
+    def __init__(self, **at):
+        self.at = {int(name.removeprefix("batch")): work for name, work in at.items()}
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.at.get(batch_idx, lambda _: None)(trainer)
+
+
+def tensors(path):
+    """All tensors in a folder, by name, as copies."""
+    state = reader.checkpoint(reader.Folder(Path(path)), True)
+    optimizer = state["optimizer_states"][0]["state"]
+    found = {f"{name}.{key}": value for name, entry in optimizer.items() for key, value in entry.items()}
+    return {name: torch.as_tensor(value + 0) for name, value in {**state["state_dict"], **found}.items()}
+
+
+@distributed(world_size=2, timeout=40)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_training_goes_on_and_what_is_saved_is_of_the_time_of_the_save(rank, world_size, stage, tmp_path, monkeypatch):
+    seen = []
+    a, b = tmp_path / "work" / "a.ckpt", tmp_path / "work" / "b.ckpt"
+
+    def still_without(run):
+        seen.append(a.exists() or b.exists())
+
+    def second(run):
+        assert not a.exists()
+        gate.opens_in(0.5)
+        run.save_checkpoint(b)  # one at a time
+        assert a.exists()
+
+    def reference(run):
+        for name in ("a", "b"):
+            batches.at[{"a": 0, "b": 3}[name]] = lambda run, name=name: run.save_checkpoint(tmp_path / f"{name}.ckpt")
+
+    batches = Batches()
+    reference(None)
+    trainer(rank, world_size, tmp_path, sharded(stage), callbacks=[batches]).fit(Net(), loader(24))
+    gate = Gate(monkeypatch)
+    work = Batches(batch0=lambda run: run.save_checkpoint(a), batch1=still_without, batch2=still_without, batch3=second)
+    run = trainer(rank, world_size, tmp_path, sharded(stage, async_save=True), callbacks=[work])
+    run.fit(Net(), loader(24))
+    assert seen == [False, False] and run.global_step == 6
+    for path in (a, b):  # the end of the fit has waited
+        got, want = tensors(path), tensors(tmp_path / path.name)
+        assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+    assert not any(torch.equal(value, tensors(b)[name]) for name, value in tensors(a).items() if "weight" in name)
+    run.test(Net(), loader(), ckpt_path=str(b), verbose=False)
+    run.save_checkpoint(a)  # nothing else goes on: it is there at once
+    assert steps(a) == 6
+
+
+@distributed(world_size=2, timeout=40)
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("when", ["early", "at the end"])
+def test_an_error_in_the_background_is_one_on_all_ranks(rank, world_size, who, when, tmp_path, monkeypatch):
+    path, real = tmp_path / "work" / "x.ckpt", os.fsync
+
+    def broken(run):
+        if rank == who:
+            monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+        run.save_checkpoint(path)
+
+    def patient(run):
+        time.sleep(0.3)
+
+    work = Batches(batch0=lambda run: run.save_checkpoint(path), batch1=broken, batch2=patient)
+    if when == "at the end":
+        work = Batches(batch0=lambda run: run.save_checkpoint(path), batch11=broken)
+    run = trainer(rank, world_size, tmp_path, sharded(async_save=True), callbacks=[work])
+    model = Net()
+    said = refusal(lambda: run.fit(model, loader(48)))
+    assert "No space left" in said and f"rank {who}: OSError" in said and f"{path} was not saved" in said, said
+    assert run.global_step == 12 if when == "at the end" else run.global_step <= 4
+    assert steps(path) == 1 and os.listdir(path.parent) == ["x.ckpt"]
+    if when == "at the end":
+        assert all(torch.isfinite(param).all() and param.numel() for param in model.parameters())
+    os.fsync = real
+
+
+@distributed(world_size=2, timeout=40)
+@pytest.mark.parametrize("who", [{0, 1}, {1}], ids=["all", "one"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_a_run_that_ends_with_an_exception_waits_for_the_save(rank, world_size, who, error, tmp_path, monkeypatch):
+    path = tmp_path / "work" / "x.ckpt"
+
+    def fails(run):
+        gate.opens_in(0.5)
+        if rank in who:
+            raise error("enough")
+
+    gate = Gate(monkeypatch)
+    work = Batches(batch0=lambda run: run.save_checkpoint(path), batch1=fails)
+    with pytest.raises(SystemExit if error is not ValueError and rank in who else Exception):
+        trainer(rank, world_size, tmp_path, sharded(async_save=True), callbacks=[work]).fit(Net(), loader())
+    assert steps(path) == 1 and folder.is_whole(path)
+
+
+@distributed(world_size=2, timeout=40)
+def test_a_failed_save_beside_another_error_is_a_note(rank, world_size, tmp_path, monkeypatch):
+    def fails(run):
+        time.sleep(0.2)
+        raise ValueError("mine")
+
+    def broken(_):
+        raise OSError(errno.ENOSPC, "No space left")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    work = Batches(batch0=lambda run: run.save_checkpoint(tmp_path / "x.ckpt"), batch1=fails)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        trainer(rank, world_size, tmp_path, sharded(async_save=True), callbacks=[work], max_epochs=1).fit(
+            Net(), loader(8)
+        )
+    assert "No space left" in str(caught.value) + str(getattr(caught.value, "__notes__", ""))
+
+
+def peer_dies(rank, world_size, path):
+    with pytest.MonkeyPatch.context() as patch:
+        gate = Gate(patch)
+
+        def dies(run):
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            gate.opens_in(0.2)
+
+        work = Batches(batch0=lambda run: run.save_checkpoint(path / "x.ckpt"), batch1=dies)
+        begin = time.monotonic()
+        said = refusal(
+            lambda: trainer(rank, world_size, path, sharded(async_save=True), callbacks=[work]).fit(Net(), loader())
+        )
+        (path / "said").write_text(f"{time.monotonic() - begin} {said}")
+
+
+def test_a_peer_that_is_killed_during_a_save_leaves_no_rank_hanging(tmp_path):
+    with pytest.raises(RankFailed, match=r"rank 1 died with exit code -9"):
+        run_ranks(peer_dies, 2, tmp_path, timeout=30, grace=20)
+    seconds, said = (tmp_path / "said").read_text().split(" ", 1)
+    assert float(seconds) < 15 and "rank" in said.lower()
+    assert not (tmp_path / "x.ckpt").exists() and not list(tmp_path.glob(".x*"))
+
+
+# Lightning's ModelCheckpoint
+
+
+@distributed(world_size=2, timeout=40)
+@pytest.mark.parametrize("last", [True, "link"])
+def test_old_ones_go_when_the_newer_is_there(rank, world_size, last, tmp_path, monkeypatch):
+    """Training waits neither for the save nor for what is removed; a link leads somewhere at all times."""
+    place, seen, gate = tmp_path / "checkpoints", [], None
+    keep = ModelCheckpoint(place, save_top_k=1, every_n_train_steps=3, save_last=last, filename="{step}")
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            nonlocal gate
+            if rank == 0:
+                names = sorted(p.name for p in place.glob("*.ckpt"))
+                assert all((place / name).exists() for name in names), names
+                if gate is not None and not gate.open.is_set():
+                    seen.append(names)
+            if batch_idx == 5:  # the disk stops, and the second save begins
+                trainer.strategy._background.wait()
+                gate = Gate(monkeypatch)
+                gate.opens_in(0.5)
+
+    run = trainer(
+        rank, world_size, tmp_path, sharded(async_save=True), callbacks=[keep, Look()], enable_checkpointing=True
+    )
+    run.fit(Net(), loader(48))
+    if rank == 0:
+        if last == "link":  # the other is a save of its own, which waits for the first
+            assert len(seen) > 2 and all(names == ["last.ckpt", "step=3.ckpt"] for names in seen), seen
+        assert sorted(os.listdir(place)) == ["last.ckpt", "step=12.ckpt"]
+        assert (place / "last.ckpt").is_symlink() == (last == "link")
+        assert steps(place / "last.ckpt") == steps(place / "step=12.ckpt") == 12
+    torch.distributed.barrier()
+    assert "_link_checkpoint" not in vars(keep) and "file_exists" not in vars(keep)
+    run.test(ckpt_path="best", dataloaders=loader(), verbose=False)
+    again = trainer(
+        rank, world_size, tmp_path, sharded(), max_epochs=2, enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(place, save_top_k=1, every_n_train_steps=3, save_last=last, filename="{step}")],
+    )  # fmt: skip
+    again.fit(Net(), loader(48), ckpt_path="last")
+    assert again.global_step == 24
+    if rank == 0:
+        assert sorted(os.listdir(place)) in (
+            ["last.ckpt", "step=24.ckpt"],
+            ["last.ckpt", "step=12.ckpt", "step=24.ckpt"],
+        )
+
+
+@distributed(world_size=2, timeout=40)
+def test_a_failed_save_removes_no_old_one_and_moves_no_link(rank, world_size, tmp_path, monkeypatch):
+    place = tmp_path / "checkpoints"
+    keep = ModelCheckpoint(place, save_top_k=1, every_n_train_steps=2, save_last="link", filename="{step}")
+
+    def breaks(run):
+        run.strategy._background.wait()
+
+        def broken(_):
+            raise OSError(errno.ENOSPC, "No space left")
+
+        monkeypatch.setattr(os, "fsync", broken)
+
+    run = trainer(
+        rank, world_size, tmp_path, sharded(async_save=True), callbacks=[keep, Batches(batch2=breaks)],
+        enable_checkpointing=True,
+    )  # fmt: skip
+    assert "No space left" in refusal(lambda: run.fit(Net(), loader(32)))
+    if rank == 0:
+        assert sorted(os.listdir(place)) == ["last.ckpt", "step=2.ckpt"]
+    assert steps(place / "last.ckpt") == 2
+
+
+@distributed(world_size=2, timeout=40)
+@pytest.mark.parametrize("later", [False, True], ids=["sync", "async"])
+def test_names_that_are_taken_get_a_version_while_they_are_written(rank, world_size, later, tmp_path, monkeypatch):
+    class Worse(Net):
+        def training_step(self, batch, batch_idx):
+            self.log("loss", float(batch_idx), sync_dist=True)
+            return super().training_step(batch, batch_idx)
+
+    if later:
+        Gate(monkeypatch).opens_in(0.5)
+    keep = ModelCheckpoint(tmp_path / "work", "best", monitor="loss", save_top_k=2, every_n_train_steps=1)
+    run = trainer(
+        rank, world_size, tmp_path, sharded(async_save=later), callbacks=[keep], enable_checkpointing=True,
+        logger=False,
+    )  # fmt: skip
+    run.fit(Worse(), loader(16))
+    torch.distributed.barrier()
+    assert sorted(os.listdir(tmp_path / "work")) == ["best-v1.ckpt", "best.ckpt"]
+    assert steps(tmp_path / "work" / "best.ckpt") == 1 and steps(tmp_path / "work" / "best-v1.ckpt") == 2
+
+
+@distributed(world_size=2, timeout=40)
+@pytest.mark.parametrize("kind", ["full", "sync", "async"])
+def test_slurms_job_goes_back_into_the_queue_when_it_is_saved(rank, world_size, kind, tmp_path, monkeypatch):
+    """And what was being written when a job before was killed is not taken for its checkpoint."""
+    whole, path = [], tmp_path / "hpc_ckpt_1.ckpt"
+    monkeypatch.setattr(signal_connector, "call", lambda _: whole.append(path.is_file() or folder.is_whole(path)) or 0)
+    os.environ.update(slurm(rank, "1"))
+    if rank == 0:
+        folder.new_part(path, file=kind == "full")
+        temporary._in_use.clear()
+    torch.distributed.barrier()
+    strategy = zero(3) if kind == "full" else sharded(async_save=kind == "async")
+    send = Batches(batch1=lambda run: os.kill(os.getpid(), signal.SIGUSR1))
+    trainer(rank, world_size, tmp_path, strategy, callbacks=[send]).fit(Net(), loader())
+    assert whole == ([True] if rank == 0 else [])
+    torch.distributed.barrier()
+    assert [p.name for p in tmp_path.iterdir() if "hpc" in p.name] == ["hpc_ckpt_1.ckpt"]
+    torch.distributed.barrier()
+    if rank == 0:
+        folder.new_part(path, file=kind == "full")
+    torch.distributed.barrier()
+    again = trainer(rank, world_size, tmp_path, zero(2) if kind == "full" else sharded(1), max_epochs=2)
+    again.fit(Net(), loader())
+    assert again.ckpt_path == str(path) and again.global_step in (6, 8)
+
+
+# SIGKILL
+
+
+class Counts(LightningModule):
+    """After ``n`` steps all weights are ``n (n + 1) / 2`` and all momenta ``-n``, exactly."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(311, 257) for _ in range(4))
+        for param in self.parameters():
+            nn.init.zeros_(param)
+
+    def training_step(self, batch, batch_idx):
+        return -sum(layer(torch.ones(1, 311)).sum() for layer in self.layers)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0, momentum=1.0)
+
+
+def verified(path):
+    """The step of a checkpoint, of which every byte and every value is what it must be."""
+    if path.is_dir():
+        source = reader.Folder(path)
+        assert source.files is not None
+        for name, entry in source.files.items():
+            source._file(name).read(0, entry.size)
+        state = reader.checkpoint(source, True)
+    else:
+        state = torch.load(path, weights_only=True)
+    step = state["global_step"]
+    (optimizer,) = state["optimizer_states"]
+    assert len(state["state_dict"]) == len(optimizer["state"]) == 8
+    for value in state["state_dict"].values():
+        assert bool((value + 0 == step * (step + 1) / 2).all()), (path, step)
+    for entry in optimizer["state"].values():
+        assert bool((entry["momentum_buffer"] + 0 == -step).all()), (path, step)
+    return step
+
+
+class Log(Callback):
+    """Leaves word of where the run is."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_start(self, trainer, pl_module):
+        if trainer.is_global_zero:
+            (self.path / "resumed").write_text(json.dumps([trainer.ckpt_path, trainer.global_step]))
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.is_global_zero:  # the saves after the batch before have returned
+            (self.path / "reached.new").write_text(str(trainer.global_step))
+            (self.path / "reached.new").replace(self.path / "reached")
+
+
+def saves_all_the_time(rank, world_size, path, kind, last, more=10**6):
+    strategy = zero(3) if kind == "full" else sharded(async_save=kind == "async")
+    keep = ModelCheckpoint(
+        path / "work", "{step}", monitor="step", mode="max", save_top_k=2, every_n_train_steps=1, save_last=last
+    )
+    data = DataLoader(TensorDataset(torch.zeros(20_000, 1)), batch_size=1)
+    run = trainer(
+        rank, world_size, path, strategy, callbacks=[keep, Log(path)], enable_checkpointing=True, max_steps=more
+    )
+    run.fit(Counts(), data, ckpt_path="last")
+
+
+def leader(path, kind, last):
+    os.setsid()
+    tempfile.tempdir = str(path)
+    run_ranks(saves_all_the_time, 2, path, kind, last, timeout=60)
+
+
+def killed(path, kind, last, seconds):
+    """Start a run, and kill all of it so many seconds after it has begun to save."""
+    (path / "reached").unlink(missing_ok=True)
+    process = multiprocessing.get_context("fork").Process(target=leader, args=(path, kind, last))
+    process.start()
+    deadline = time.monotonic() + 30
+    while not (path / "reached").exists():
+        assert process.is_alive() and time.monotonic() < deadline, "the run does not begin"
+        time.sleep(0.01)
+    time.sleep(seconds)
+    assert process.is_alive()
+    os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    return int((path / "reached").read_text())
+
+
+CASES = [("sync", True), ("sync", "link"), ("async", True), ("async", "link"), ("full", True), ("full", "link")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "last", "kills"),
+    [
+        ("sync", True, 3),
+        ("async", "link", 3),
+        *(pytest.param(*case, 30, marks=pytest.mark.full) for case in CASES),
+    ],
+)
+def test_a_kill_at_any_moment_costs_at_most_what_was_being_saved(kind, last, kills, tmp_path):
+    """Again and again, each run resuming from what the one before has left."""
+    place, newest, midst = tmp_path / "work", 0, 0
+    chance = random.Random(kills)
+    for _ in range(kills):
+        reached = killed(tmp_path, kind, last, chance.uniform(0, 0.6))
+        ckpt_path, start = json.loads((tmp_path / "resumed").read_text())
+        assert start == newest and (ckpt_path is not None) == bool(newest), (ckpt_path, start, newest)
+        midst += any(temporary.is_temporary(p) for p in place.iterdir())
+        kept = [verified(p) for p in place.glob("step=*.ckpt")]
+        found = place / "last.ckpt"
+        if not os.path.lexists(found) and reached <= start + 1:
+            assert newest == 0, "the last checkpoint has gone"  # killed before there was one
+            continue
+        newest = verified(found)
+        # of the last batch, epoch's and last one are saved in turn; in the background one is still under way
+        assert newest >= max(reached - (kind == "async"), start) and max(kept) >= newest, (newest, reached, kept)
+    run_ranks(saves_all_the_time, 2, tmp_path, kind, last, newest + 2, timeout=60)
+    assert json.loads((tmp_path / "resumed").read_text())[1] == newest
+    assert verified(place / "last.ckpt") == newest + 2
+    assert not [p.name for p in place.iterdir() if p.name.startswith(".")]
+    print(f"{kind} {last}: {kills} kills, {midst} in the midst of a save, {newest + 2} steps")

@@ -99,8 +99,9 @@ def _is_left(path: Path, target: Path) -> bool:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
+        # killed, and nobody has asked for its exit status: the first process of a container may never do so
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except ProcessLookupError:
         return False
-    except (PermissionError, OverflowError):
-        pass
-    return True
+    except (OSError, OverflowError):  # another user's, or there is no /proc
+        return True
