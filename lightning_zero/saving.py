@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins.io import TorchCheckpointIO
@@ -18,6 +19,7 @@ from lightning_zero.engine.expected import expect
 from lightning_zero.engine.materialize import assign_state, is_meta
 from lightning_zero.engine.names import clean_name, names_for
 from lightning_zero.precision import raw_optimizer
+from lightning_zero.requeue import Requeue
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -37,6 +39,7 @@ class CheckpointMethods(_Base):
     _fit_engine: Engine | None
     _settings: Settings
     _background: Background
+    _requeue: Requeue | None
     _failed: bool
     _lost: bool
 
@@ -61,6 +64,13 @@ class CheckpointMethods(_Base):
     @property
     def _saves_folders(self) -> bool:
         return self._settings.training.state_dict_type == "sharded"
+
+    @property
+    def _saves_later(self) -> bool:
+        """Whether a save may go on in the background: not where nothing else goes on, or the process may be ended."""
+        urgent = self._requeue is not None and self._requeue.saving
+        running = self._module.trainer.state.status == "running"
+        return self._settings.training.async_save and running and not urgent
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole module's state on rank 0, ``{}`` on the others; of a sharded checkpoint each rank's part.
@@ -139,7 +149,9 @@ class CheckpointMethods(_Base):
         """
         filepath = self.broadcast(filepath)
         if self._saves_folders:
-            folders.save(self._communicator, self._background, checkpoint, filepath, storage_options, self._settings)
+            folders.save(
+                self._communicator, self._background, checkpoint, filepath, storage_options, later=self._saves_later
+            )
             return
         with host.together(self._comm):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -149,30 +161,18 @@ class CheckpointMethods(_Base):
 
         Of a folder, tensors are read when they are used, and each rank reads its part.
         """
-        self._background.wait()
         checkpoint_path = self.broadcast(checkpoint_path)
         with host.together(self._comm):
+            self._background.wait()
             found = folders.find(checkpoint_path)
             if found is None:
                 return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
             return reader.checkpoint(reader.Folder(found), weights_only)
 
-    def _refuse_dangling_links(self) -> None:
-        """Lightning takes ``ckpt_path="last"`` for None where the link leads nowhere: it would start afresh.
-
-        Raises:
-            FileNotFoundError: there is such a link where a ModelCheckpoint looks for its last checkpoint.
-        """
-        trainer = self._module.trainer
-        if trainer.ckpt_path is None:
-            for callback in trainer.checkpoint_callbacks:
-                if hasattr(callback, "_find_last_checkpoints"):
-                    folders.refuse_dangling(callback._find_last_checkpoints(trainer))
-
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, once a newer one that is being written is complete."""
-        if self.is_global_zero and not folders.remove(self._background, filepath):
-            super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            folders.remove(self._background, filepath, partial(super().remove_checkpoint, filepath))
 
 
 def is_stand_in(optimizer: Optimizer) -> bool:

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from oracles import assert_same_state
 from test_checkpoint import Counted
-from test_strategy import STAGES, Net, loader, trainer, zero
+from test_strategy import Net, loader, trainer, zero
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
@@ -21,7 +21,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
 class Parallel(Net):
-    """What ModelParallelStrategy asks for; under others ``configure_model`` does nothing. Two groups, and a schedule."""
+    """What ModelParallelStrategy asks for; under others ``configure_model`` does nothing. Two groups, a schedule."""
 
     def configure_model(self):
         if self._trainer is not None and isinstance(self.trainer.strategy, ModelParallelStrategy):
@@ -135,7 +135,11 @@ def on_ranks(world_size, *args, **kwargs):
 
 
 FULL = pytest.mark.full
-ALL = [(1, "fsdp2"), (3, "fsdp1"), *(pytest.param(*it, marks=FULL) for it in [(2, "fsdp2"), (3, "fsdp2"), (1, "fsdp1")])]
+ALL = [
+    (1, "fsdp2"),
+    (3, "fsdp1"),
+    *(pytest.param(*it, marks=FULL) for it in [(2, "fsdp2"), (3, "fsdp2"), (1, "fsdp1")]),
+]
 SIZES = [((2, 3), "fsdp2"), *(pytest.param(*it, marks=FULL) for it in [((3, 2), "fsdp1"), ((2, 1), "fsdp2")])]
 
 

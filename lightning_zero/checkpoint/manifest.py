@@ -105,8 +105,12 @@ def read(folder: Path) -> dict[str, FileSum] | None:
         content = json.loads(path.read_bytes())
         if content["block"] != BLOCK:
             raise ValueError(f"blocks of {content['block']} bytes")
-        return {name: FileSum(entry["size"], entry["crc32"]) for name, entry in content["files"].items()}
-    except (ValueError, KeyError, TypeError) as error:
+        files = {name: FileSum(entry["size"], entry["crc32"]) for name, entry in content["files"].items()}
+        for name, (size, sums) in files.items():
+            if not all(type(number) is int for number in (size, *sums)) or len(sums) != -(-size // BLOCK):
+                raise ValueError(f"what it says of {name!r} cannot be")
+        return files
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error}): use another checkpoint.") from error
 
 

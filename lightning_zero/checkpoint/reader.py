@@ -36,11 +36,24 @@ class Folder:
             if not (path / name).is_file():
                 raise ValueError(f"{path} is not a whole checkpoint: {name} is missing. Use another checkpoint.")
         self.files = manifest.read(path)
-        self.metadata = metadata.read(path / folder.METADATA)
-        if wrong := manifest.missing(path, self.files or self._needed()):
-            raise ValueError(f"{path} is not a whole checkpoint: {'; '.join(wrong)}. Use another checkpoint.")
         self._open: dict[str, CheckedFile] = {}
         self._tensors: dict[int, StoredTensor] = {}
+        self._refuse(manifest.missing(path, self.files or {}))
+        for name in (folder.METADATA, folder.META):
+            self._check(name)
+        self.metadata = metadata.read(path / folder.METADATA)
+        self._refuse(manifest.missing(path, self._needed()) if self.files is None else [])
+
+    def _refuse(self, wrong: list[str]) -> None:
+        if wrong:
+            raise ValueError(f"{self.path} is not a whole checkpoint: {'; '.join(wrong)}. Use another checkpoint.")
+
+    def _check(self, name: str) -> None:
+        """Compare a small file that will be read by others with its checksums."""
+        if name in (self.files or {}):
+            file = CheckedFile(self.path / name, (self.files or {})[name])
+            file.read(0, memoryview(bytearray((self.path / name).stat().st_size)))
+            file.close()
 
     def _needed(self) -> dict[str, manifest.FileSum]:
         """Of a folder without a manifest: files, with the bytes that they have if nothing is behind their items."""

@@ -107,23 +107,22 @@ class SafetensorsFile:
         """A tensor of the file; none of it is read yet."""
         piece = self.pieces[name]
 
-        def elements(dims: Sequence[int], start: int, stop: int) -> Tensor:
-            return self._elements(piece, dims, start, stop)
+        def elements(dims: Sequence[int], start: int, stop: int, out: Tensor | None = None) -> Tensor:
+            out = torch.empty(stop - start, dtype=piece.dtype, device="cpu") if out is None else out
+            self._fill(out, piece, dims, start)
+            return out
 
         return StoredTensor(piece.shape, piece.dtype, elements)
 
-    def _elements(self, piece: Piece, dims: Sequence[int], start: int, stop: int) -> Tensor:
-        if tuple(dims) != tuple(range(len(piece.shape))):
-            return self._elements_in(piece, dims, start, stop)
-        out = torch.empty(stop - start, dtype=piece.dtype, device="cpu")
-        self._read(memory_of(out), piece.start + start * piece.dtype.itemsize)
-        return out
+    def _fill(self, out: Tensor, piece: Piece, dims: Sequence[int], start: int) -> None:
+        if tuple(dims) == tuple(range(len(piece.shape))):
+            self._read(memory_of(out), piece.start + start * piece.dtype.itemsize)
+        elif out.numel():
+            out.copy_(self._elements_in(piece, dims, start, start + out.numel()))
 
     def _elements_in(self, piece: Piece, dims: Sequence[int], start: int, stop: int) -> Tensor:
-        """The same in another order than that of the file, which is mapped: it is the page cache that holds it."""
+        """Some in another order than that of the file, which is mapped: it is the page cache that holds it."""
         size = piece.dtype.itemsize
-        if start == stop:
-            return torch.empty(0, dtype=piece.dtype, device="cpu")
         mapped = mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY)
         data = torch.frombuffer(mapped, dtype=torch.uint8, count=piece.stop - piece.start, offset=piece.start)
         turned = data.view(*piece.shape, size).permute(*dims, len(piece.shape))
