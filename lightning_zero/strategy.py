@@ -17,6 +17,7 @@ from lightning_zero.checkpoint.background import Background
 from lightning_zero.config import Given, with_settings
 from lightning_zero.configured import ConfiguredMethods
 from lightning_zero.engine import Communicator, Engine, PeerError, check_elementwise
+from lightning_zero.engine.expected import expected
 from lightning_zero.engine.life import ParamState
 from lightning_zero.engine.materialize import is_meta
 from lightning_zero.engine.norm import GradientNorm
@@ -185,8 +186,11 @@ class ZeroMethods(ConfiguredMethods, StepMethods, CheckpointMethods):
         plugin.attach(self._engine, self.root_device)
 
     def model_to_device(self) -> None:
-        """Move buffers only: parameters go to the device unit by unit, and the whole need not fit there."""
-        if self.root_device.type == "cpu" or self.model is None:
+        """Move buffers only: parameters go to the device unit by unit, and the whole need not fit there; those that
+        wait for a file's values would have to read them now.
+        """
+        waits = self.model is not None and any(expected(param) for param in self.model.parameters())
+        if self.model is None or (self.root_device.type == "cpu" and not waits):
             super().model_to_device()
         else:
             host.move_buffers(self.model, self.root_device)

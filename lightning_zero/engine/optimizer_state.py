@@ -103,7 +103,7 @@ class ShardedState:
         """
         home = self.homes.get(id(param))
         if home is None:
-            self.state[param] = dict(entries)
+            self.state[param] = {k: v.whole() if isinstance(v, StoredTensor) else v for k, v in entries.items()}
             return
         flat, index = home
         slot = flat.layout.slots[index]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_zero.engine.buffer import Pool
 from lightning_zero.engine.comm import Communicator
@@ -231,7 +232,8 @@ def load_optimizer_state(sharded: ShardedOptimizer, state_dict: Mapping[str, Any
             entries = state_dict.get("state", {}).get(key)
             if entries:
                 sharded.set_state(param, entries)
-        group.update({key: value for key, value in old.items() if key != "params"})
+        options = {key: value for key, value in old.items() if key != "params"}
+        group.update(tree_map_only(StoredTensor, StoredTensor.whole, options))
 
 
 def _keys(sharded: ShardedOptimizer, number: int, saved: Sequence[Any]) -> Sequence[Any]:
