@@ -3,8 +3,10 @@
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch import nn
 from torch.optim import Optimizer
@@ -12,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_zero import host
 from lightning_zero.checkpoint import folders, full, reader, sharded
 from lightning_zero.checkpoint.background import Background
+from lightning_zero.checkpoint.safetensors_write import save_safetensors
 from lightning_zero.config import Settings
 from lightning_zero.engine import Communicator, Engine
 from lightning_zero.engine.elsewhere import StoredTensor
@@ -149,12 +152,19 @@ class CheckpointMethods(_Base):
         """
         filepath = self.broadcast(filepath)
         if self._saves_folders:
-            folders.save(
-                self._communicator, self._background, checkpoint, filepath, storage_options, later=self._saves_later
-            )
+            place = self._communicator, self._background, checkpoint, filepath, storage_options
+            add = self._add_16bit_weights if self._settings.training.save_16bit_weights else None
+            folders.save(*place, later=self._saves_later, add=add)
             return
         with host.together(self._comm):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def _add_16bit_weights(self, folder: Path) -> None:
+        """Write the weights into a checkpoint folder, too. Collective."""
+        fp16 = str(self.precision_plugin.precision).startswith("16")
+        frozen = self._settings.training.exclude_frozen
+        path, dtype = folder / "model.safetensors", torch.float16 if fp16 else torch.bfloat16
+        save_safetensors(self._module, path, dtype=dtype, exclude_frozen=frozen)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint on every rank, from rank 0's path. Collective; an error is raised on all ranks.

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from harness import environment, run_ranks
 from lightning.pytorch import LightningModule
@@ -38,9 +39,9 @@ class Tied(LightningModule):
         return torch.optim.AdamW(groups, lr=0.01)
 
 
-def _save(rank, world_size, path, hparams):
+def _save(rank, world_size, path, hparams, settings):
     torch.manual_seed(0)
-    strategy = lightning_zero.ZeroStrategy(stage=3, min_unit_bytes=0, state_dict_type="sharded")
+    strategy = lightning_zero.ZeroStrategy(stage=3, min_unit_bytes=0, state_dict_type="sharded", **settings)
     own = trainer(rank, world_size, path.parent, strategy, max_steps=3)
     own.fit(Tied(**hparams), torch.utils.data.DataLoader(torch.randn(24, 6), batch_size=4))
     own.save_checkpoint(path)
@@ -48,9 +49,9 @@ def _save(rank, world_size, path, hparams):
     own.save_checkpoint(path.with_name("full.ckpt"))
 
 
-def save(path, **hparams):
+def save(path, settings=None, **hparams):
     """A folder at ``path`` and the same as one file."""
-    run_ranks(_save, 2, path, hparams)
+    run_ranks(_save, 2, path, hparams, settings or {})
 
 
 def say(capsys, *arguments):
@@ -89,6 +90,38 @@ def test_one_file_that_is_ddps(tmp_path, capsys):
     with pytest.raises(SystemExit, match=r"exists: choose another name"):
         main(["checkpoint", "consolidate", str(tmp_path / "a.ckpt")])
     assert not list(tmp_path.glob(".*"))
+
+
+def test_weights_as_safetensors(tmp_path, capsys):
+    """To the byte what ``save_file`` writes; the tied weight once."""
+    save(tmp_path / "a.ckpt")
+    want = torch.load(tmp_path / "full.ckpt")["state_dict"]
+    del want["second.weight"]
+    for dtype in (None, "bf16"):
+        to = [] if dtype is None else ["--dtype", dtype, "--output", tmp_path / "out.safetensors"]
+        made = Path(say(capsys, "export", tmp_path / "a.ckpt", *to).strip())
+        if dtype:
+            want = {name: value.bfloat16() if value.is_floating_point() else value for name, value in want.items()}
+        safetensors.torch.save_file(want, tmp_path / "want.safetensors", {"format": "pt"})
+        assert made.read_bytes() == (tmp_path / "want.safetensors").read_bytes()
+    with pytest.raises(SystemExit, match=r"exists: choose another name"):
+        main(["checkpoint", "export", str(tmp_path / "a.ckpt")])
+    say(capsys, "export", tmp_path / "a.ckpt", "--output", tmp_path / "folder", "--max-file-bytes", 200)
+    assert (tmp_path / "folder" / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_folders_with_16_bit_weights(tmp_path, capsys, later):
+    save(tmp_path / "a.ckpt", settings={"save_16bit_weights": True, "async_save": later})
+    want = torch.load(tmp_path / "full.ckpt")["state_dict"]
+    made = safetensors.torch.load_file(tmp_path / "a.ckpt" / "model.safetensors")
+    assert made.keys() == want.keys() - {"second.weight"}
+    for name, value in made.items():
+        assert torch.equal(value, want[name].bfloat16() if want[name].is_floating_point() else want[name])
+    assert "complete" in say(capsys, "verify", tmp_path / "a.ckpt")
+    (tmp_path / "a.ckpt" / "model.safetensors").unlink()
+    with pytest.raises(SystemExit, match=r"model.safetensors is missing"):
+        main(["checkpoint", "verify", str(tmp_path / "a.ckpt")])
 
 
 def test_objects_need_trust(tmp_path, capsys):

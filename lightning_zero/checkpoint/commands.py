@@ -14,6 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -21,6 +23,9 @@ from lightning_zero.checkpoint import folder, reader
 from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.checkpoint.files import CheckedFile
 from lightning_zero.checkpoint.manifest import BLOCK
+from lightning_zero.checkpoint.safetensors_write import save_state
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def add_parser(commands: Any) -> None:
@@ -31,12 +36,17 @@ def add_parser(commands: Any) -> None:
         ("info", "what is in a folder"),
         ("verify", "whether folders are complete, and all bytes as they were written"),
         ("consolidate", "one .ckpt that any strategy loads"),
+        ("export", "the weights as safetensors"),
     ):
         action = actions.add_parser(name, help=words)
         action.add_argument("path", type=Path, nargs="+" if name == "verify" else None)
         if name == "consolidate":
             action.add_argument("--output", type=Path, help="the file (default: beside PATH, .consolidated.ckpt)")
-        if name != "verify":
+        if name == "export":
+            action.add_argument("--output", type=Path, help="a .safetensors file, or a folder (default: beside PATH)")
+            action.add_argument("--dtype", choices=tuple(DTYPES), help="of floating-point tensors (default: their own)")
+            action.add_argument("--max-file-bytes", type=float, help="of a file in a folder (default: 50e9)")
+        if name in ("info", "consolidate"):
             trust = "load objects of the user's in meta.pt, too, which may run code"
             action.add_argument("--trust", action="store_true", help=trust)
 
@@ -53,6 +63,8 @@ def run(options: argparse.Namespace) -> None:
             verify(path)
     elif options.action == "info":
         print(info(options.path, options.trust))
+    elif options.action == "export":
+        print(export(options.path, options.output, DTYPES.get(options.dtype), options.max_file_bytes))
     else:
         target = options.output or options.path.with_name(f"{options.path.stem}.consolidated.ckpt")
         with _opened(options.path) as source, _bar("consolidate", _tensor_bytes(source)) as bar:
@@ -105,6 +117,23 @@ def verify(path: Path) -> None:
                     bar.update(size)
                 file.close()
     print(f"{path}: complete, and as it was written")
+
+
+def export(path: Path, output: Path | None, dtype: torch.dtype | None, max_file_bytes: float | None) -> Path:
+    """Write the weights of a folder as safetensors; returns where.
+
+    Raises:
+        FileExistsError: there is something already.
+        ValueError: the folder is damaged, or holds what safetensors cannot.
+    """
+    target = output or path.with_name(f"{path.stem}.safetensors")
+    if target.exists() and not (target.is_dir() and not list(target.glob("*.safetensors"))):
+        raise FileExistsError(f"{target} exists: choose another name or remove it.")
+    with _opened(path) as source:
+        state = reader.weights(source)
+        with _bar("export", sum(value.nbytes for value in state.values() if isinstance(value, Tensor))) as bar:
+            save_state(reader.told(state, bar.update), target, dtype, max_file_bytes)
+    return target
 
 
 @contextmanager

@@ -28,8 +28,14 @@ def save(
     storage_options: Any,
     *,
     later: bool,
+    add: Callable[[Path], None] | None,
 ) -> None:
     """Write a checkpoint folder; or only copy what goes into it, and write it ``later``. Collective.
+
+    Args:
+        comm, background, checkpoint, filepath, storage_options: the strategy's, and what Lightning passes.
+        later: whether to write in the background.
+        add: writes more files into the folder, at once. Collective.
 
     Raises:
         RuntimeError: it cannot be written, on all ranks; what was at ``filepath`` stays.
@@ -50,6 +56,8 @@ def save(
         place: Path = comm.collect(part)[0]
         with host.together(comm):
             _refuse_unseen(place, target)
+        if add is not None:
+            add(place)
         group = comm.background() if later else comm.meeting
         work = partial(_write, comm.rank, partial(write_folder, sections, content, place, target, group), place)
         if later:

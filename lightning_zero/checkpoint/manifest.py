@@ -86,6 +86,13 @@ def write_file(path: Path, data: bytes) -> FileSum:
     return file.finish()
 
 
+def sum_file(path: Path) -> FileSum:
+    """Sum a file that others have written."""
+    with path.open("rb", buffering=0) as file:
+        sums = [zlib.crc32(block) for block in iter(lambda: file.read(BLOCK), b"")]
+    return FileSum(path.stat().st_size, sums)
+
+
 def write(folder: Path, files: Mapping[str, FileSum]) -> None:
     """Write the manifest."""
     content = {"block": BLOCK, "files": {name: {"size": s.size, "crc32": s.sums} for name, s in sorted(files.items())}}

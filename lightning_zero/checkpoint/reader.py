@@ -2,7 +2,7 @@
 
 import io
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -188,6 +188,29 @@ def meta(source: Folder, weights_only: bool | None) -> dict[str, Any]:
     return found
 
 
+def weights(source: Folder) -> dict[str, Any]:
+    """The module's state; tensors know their master weights."""
+    found: dict[str, Any] = source.nested("state_dict" if "state_dict" in source.sections() else "model")
+    for name, exact in source.nested("master").items():
+        found[name].exact = exact
+    return found
+
+
+def told(state: Mapping[str, Any], progress: Callable[[int], Any]) -> dict[str, Any]:
+    """The same, in which a tensor says how many bytes it has when it is read."""
+
+    def watched(stored: StoredTensor) -> StoredTensor:
+        def elements(dims: Sequence[int], start: int, stop: int, out: Tensor | None = None) -> Tensor:
+            found = stored.elements(dims, start, stop, out)
+            progress(found.nbytes)
+            return found
+
+        return StoredTensor(stored.shape, stored.dtype, elements)
+
+    copies = {id(value): watched(value) for value in state.values() if isinstance(value, StoredTensor)}
+    return {name: copies.get(id(value), value) for name, value in state.items()}
+
+
 def checkpoint(source: Folder, weights_only: bool | None) -> dict[str, Any]:
     """The checkpoint that was saved, as Lightning knows it. Its tensors are read when they are used.
 
@@ -195,10 +218,7 @@ def checkpoint(source: Folder, weights_only: bool | None) -> dict[str, Any]:
     """
     found = meta(source, weights_only)
     sections = source.sections()
-    weights = "state_dict" if "state_dict" in sections else "model"
-    found["state_dict"] = source.nested(weights)
-    for name, exact in source.nested("master").items():
-        found["state_dict"][name].exact = exact
+    found["state_dict"] = weights(source)
     optimizers = sorted((name for name in sections if _is_optimizer(name)), key=lambda name: int(name.split("_")[1]))
     if optimizers:
         found["optimizer_states"] = [source.nested(name) for name in optimizers]

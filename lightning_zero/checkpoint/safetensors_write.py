@@ -26,7 +26,7 @@ from lightning_zero.checkpoint.safetensors_output import (
     temporary,
 )
 from lightning_zero.engine import Communicator, Engine, TierError
-from lightning_zero.engine.elsewhere import OwnPart
+from lightning_zero.engine.elsewhere import OwnPart, StoredTensor
 from lightning_zero.engine.expected import lacks
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -103,7 +103,7 @@ def save_safetensors(
     plan: Plan | None = None
     files: Files | None = None
     with host.together(comm):
-        sources = _sources(module, engine, dtype, exclude_frozen, names)
+        sources = _sources(named_state(module), engine, dtype, exclude_frozen, names)
         if first:
             plan, files = _plan(sources, local_path(path), max_file_bytes)
     # state_dict() may differ between ranks, and so may a path that is named after the time
@@ -111,6 +111,16 @@ def save_safetensors(
     if plan is None:
         raise RuntimeError("Rank 0 has no plan.")
     _write(plan, files, sources, engine, comm)
+
+
+def save_state(state: Mapping[str, Any], path: Path, dtype: torch.dtype | None, max_file_bytes: float | None) -> None:
+    """The same of a state dict, in one process; tensors in a file are read one after the other.
+
+    Raises:
+        ValueError, OSError: as :func:`save_safetensors`.
+    """
+    sources = _sources(state, None, dtype, exclude_frozen=False, names=None)
+    _write(*_plan(sources, path, max_file_bytes), sources, None, None)
 
 
 def _write(
@@ -145,7 +155,7 @@ def _publish(outputs: list[Output], files: Files) -> None:
 
 
 def _sources(
-    module: nn.Module, engine: Engine | None, dtype: torch.dtype | None, exclude_frozen: bool, names: Names
+    state: Mapping[str, Any], engine: Engine | None, dtype: torch.dtype | None, exclude_frozen: bool, names: Names
 ) -> dict[str, Source]:
     """What is to be saved, by its name in the file, in the order of the state dict.
 
@@ -158,7 +168,7 @@ def _sources(
     found: dict[str, Source] = {}
     keys: dict[str, str] = {}
     seen: set[Any] = set()
-    for key, value in named_state(module).items():
+    for key, value in state.items():
         name = name_in_file(key, names)
         if name is None or (exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad):
             continue
@@ -174,7 +184,7 @@ def _sources(
         wanted = dtype if dtype is not None and kept in FLOATING else kept
         if wanted not in NAMES:
             raise ValueError(f"{key!r} is {wanted}, which safetensors files do not know.")
-        same = number if number is not None else (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        same = number if number is not None else _memory(value)
         if value.numel() and same in seen:
             continue  # tied
         if name in found:
@@ -183,6 +193,13 @@ def _sources(
         keys[name] = key
         found[name] = Source(value, wanted, number)
     return found
+
+
+def _memory(value: Tensor) -> Any:
+    """What tied tensors have in common."""
+    if isinstance(value, StoredTensor):
+        return id(value)
+    return value.data_ptr(), value.shape, value.stride(), value.dtype
 
 
 def _params(engine: Engine) -> Iterator[nn.Parameter]:

@@ -211,6 +211,8 @@ class FolderWriter(FileSystemWriter):
         files[folder.META] = manifest.write_file(part / folder.META, self._meta)
         if lost := manifest.missing(part, files):
             raise ValueError(f"{'; '.join(lost)} in {part}: rank 0 does not see what the others have written")
+        others = [path for path in part.iterdir() if path.name not in files]
+        files |= {path.name: manifest.sum_file(path) for path in others}
         manifest.write(part, files)
         folder.commit(part, self._target)
 
