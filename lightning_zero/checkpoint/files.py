@@ -1,6 +1,7 @@
 """Reads parts of a folder's files, and checks what it reads against the manifest."""
 
 import os
+import weakref
 import zlib
 from pathlib import Path
 
@@ -21,13 +22,14 @@ class CheckedFile:
     def __init__(self, path: Path, expected: FileSum | None) -> None:
         self.path, self._expected = path, expected
         self._descriptor = os.open(path, os.O_RDONLY)
+        self._close = weakref.finalize(self, os.close, self._descriptor)
         self._size = os.fstat(self._descriptor).st_size
         self._last: tuple[int, Tensor] = 0, torch.empty(0, dtype=torch.uint8)
         """The end of what was read last: small neighbours lie in one block."""
 
     def close(self) -> None:
-        """Let go of the file."""
-        os.close(self._descriptor)
+        """Let go of the file now, and not when the last tensor that can be read from it is gone."""
+        self._close()
 
     def read(self, start: int, size: int) -> Tensor:
         """Bytes ``start`` to ``start + size``, 1-D ``uint8``; of small parts not to be written to.
