@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero import host
-from lightning_zero.checkpoint import folders, full, reader, sharded
+from lightning_zero.checkpoint import folders, full, reader, sharded, trust
 from lightning_zero.checkpoint.background import Background
 from lightning_zero.config import Settings
 from lightning_zero.engine import Communicator, Engine
@@ -142,6 +142,8 @@ class CheckpointMethods(_Base):
             folders.save(self._communicator, self._background, checkpoint, filepath, storage_options, self._settings)
             return
         with host.together(self._comm):
+            if self.is_global_zero:
+                trust.warn_of_objects(checkpoint)
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

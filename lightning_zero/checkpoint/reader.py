@@ -52,11 +52,11 @@ class Folder:
         paths = self.metadata.planner_data or {}
         return {name: tuple(paths.get(name, (name,))) for name in self.metadata.state_dict_metadata}
 
-    def item(self, name: str) -> Any:
+    def item(self, name: str, weights_only: bool | None = None) -> Any:
         """A tensor, of which nothing is read yet, or another value.
 
         Raises:
-            ValueError: a value cannot be loaded with ``weights_only=True``.
+            ValueError: a value cannot be loaded with ``weights_only``, which is True unless it is said to be False.
         """
         stored = self.metadata.state_dict_metadata[name]
         if isinstance(stored, TensorStorageMetadata):
@@ -64,16 +64,16 @@ class Folder:
         info = self.metadata.storage_data[MetadataIndex(name)]
         data = self._file(info.relative_path).read(info.offset, info.length)
         try:
-            return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+            return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=weights_only)
         except Exception as error:
             raise ValueError(f"{name!r} in {self.path} cannot be loaded: {error}") from error
 
-    def nested(self, section: str) -> Any:
+    def nested(self, section: str, weights_only: bool | None = None) -> Any:
         """The items of a section (``state_dict``, ``optimizer_0``) as they were; ``{}`` if there are none."""
         root: dict[str, Any] = {}
         for name, path in self.names().items():
             if path[0] == section and len(path) > 1:
-                set_element(root, path, self.item(name))
+                set_element(root, path, self.item(name, weights_only))
         return root.get(section, {})
 
     def sections(self) -> list[str]:
@@ -148,15 +148,15 @@ def checkpoint(source: Folder, weights_only: bool | None) -> dict[str, Any]:
     found: dict[str, Any] = torch.load(source.path / folder.META, map_location="cpu", weights_only=weights_only)
     sections = source.sections()
     weights = "state_dict" if "state_dict" in sections else "model"
-    found["state_dict"] = source.nested(weights)
+    found["state_dict"] = source.nested(weights, weights_only)
     for name, exact in source.nested("master").items():
         found["state_dict"][name].exact = exact
     optimizers = sorted((name for name in sections if _is_optimizer(name)), key=lambda name: int(name.split("_")[1]))
     if optimizers:
-        found["optimizer_states"] = [source.nested(name) for name in optimizers]
+        found["optimizer_states"] = [source.nested(name, weights_only) for name in optimizers]
     for name in sections:
         if name not in ("state_dict", "model", "master", *optimizers):
-            found[name] = source.nested(name)
+            found[name] = source.nested(name, weights_only)
     return found
 
 
