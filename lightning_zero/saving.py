@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero import host
-from lightning_zero.checkpoint import folders, full, reader, sharded
+from lightning_zero.checkpoint import folders, full, reader, sharded, trust
 from lightning_zero.checkpoint.background import Background
 from lightning_zero.checkpoint.safetensors_write import save_safetensors
 from lightning_zero.config import Settings
@@ -157,6 +157,8 @@ class CheckpointMethods(_Base):
             folders.save(*place, later=self._saves_later, add=add)
             return
         with host.together(self._comm):
+            if self.is_global_zero:
+                trust.warn_of_objects(checkpoint)
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def _add_16bit_weights(self, folder: Path) -> None:

@@ -1,7 +1,12 @@
 """Checkpoints of Lightning's other strategies and of torch's tools under ours, and ours under theirs."""
 
+import gc
+import io
+import os
+import pickle
 import runpy
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -9,7 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from harness import run_ranks
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from omegaconf import OmegaConf
 from oracles import assert_same_state
 from test_checkpoint import Counted
 from test_strategy import Net, loader, trainer, zero
@@ -19,9 +26,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from lightning_zero import load_from_checkpoint
+
 
 class Parallel(Net):
-    """What ModelParallelStrategy asks for; under others ``configure_model`` does nothing. Two groups, a schedule."""
+    """As ModelParallelStrategy wants it; under others ``configure_model`` does nothing. Two groups, and a schedule."""
 
     def configure_model(self):
         if self._trainer is not None and isinstance(self.trainer.strategy, ModelParallelStrategy):
@@ -135,15 +144,11 @@ def on_ranks(world_size, *args, **kwargs):
 
 
 FULL = pytest.mark.full
-ALL = [
-    (1, "fsdp2"),
-    (3, "fsdp1"),
-    *(pytest.param(*it, marks=FULL) for it in [(2, "fsdp2"), (3, "fsdp2"), (1, "fsdp1")]),
-]
+PAIRS = [(1, "fsdp2"), (3, "fsdp1"), *(pytest.param(s, "fsdp2", marks=FULL) for s in (2, 3))]
 SIZES = [((2, 3), "fsdp2"), *(pytest.param(*it, marks=FULL) for it in [((3, 2), "fsdp1"), ((2, 1), "fsdp2")])]
 
 
-@pytest.mark.parametrize(("stage", "theirs"), ALL)
+@pytest.mark.parametrize(("stage", "theirs"), PAIRS)
 def test_fsdp_and_ours_go_on_from_each_other_to_the_bit(stage, theirs, tmp_path):
     first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
     unbroken = on_ranks(2, tmp_path, theirs, epochs=3)
@@ -247,3 +252,136 @@ def test_ddp_and_ours_go_on_from_each_other_to_the_bit(stage, tmp_path):
     on_ranks(2, tmp_path, f"{stage}full", cls=Rich, epochs=2, load=files[0], save=files[1])
     on_ranks(2, tmp_path, "ddp", cls=Rich, epochs=3, load=files[1], save=files[2])
     assert_same_state(on_ranks(2, tmp_path, str(stage), cls=Rich, epochs=4, load=files[2]), unbroken)
+
+
+# Modules and data modules in one process
+
+
+class Wide(Net):
+    """Hyperparameters, one of which is an object."""
+
+    def __init__(self, width=3, where=None):
+        super().__init__()
+        self.save_hyperparameters()
+        self.inner = nn.Linear(width, width)
+
+
+class Configured(Net):
+    """All hyperparameters in an OmegaConf object."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.save_hyperparameters(config)
+        self.inner = nn.Linear(config.width, config.width)
+
+
+class Data(LightningDataModule):
+    def __init__(self, size=8):
+        super().__init__()
+        self.save_hyperparameters()
+        self.drawn = torch.zeros(2)
+
+    def train_dataloader(self):
+        self.drawn += 1
+        return loader(self.hparams.size)
+
+    def state_dict(self):
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state):
+        self.drawn = state["drawn"]
+
+
+def fitted_with_data(rank, world_size, path, make, name):
+    runner = trainer(rank, world_size, path.parent, strategy_of(name, world_size))
+    model = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runner.fit(model, datamodule=Data(6))
+        runner.save_checkpoint(path)
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("name", ["3", "3full"])
+def test_a_module_and_its_data_from_a_checkpoint(name, tmp_path):
+    path = tmp_path / "it.ckpt"
+    weights = run_ranks(fitted_with_data, 2, path, lambda: Wide(5), name)[0]
+    if name == "3":
+        with pytest.raises(IsADirectoryError):
+            Wide.load_from_checkpoint(path)
+    places = [
+        None,
+        "cpu",
+        torch.device("cpu"),
+        lambda storage, place: storage,
+        lambda storage, place: None,
+        {"cuda:0": "cpu"},
+    ]
+    for place in places:
+        loaded = load_from_checkpoint(Wide, path, where="here", map_location=place)
+        assert loaded.hparams == {"width": 5, "where": "here"}
+        assert_same_state(loaded.state_dict(), weights)
+    data = load_from_checkpoint(Data, path)
+    assert data.hparams.size == 6 and data.drawn.tolist() == [1.0, 1.0]
+    assert load_from_checkpoint(Data, str(path), size=7).hparams.size == 7
+    with pytest.raises(RuntimeError, match=r"size mismatch for inner\.weight"):
+        load_from_checkpoint(Wide, path, width=4)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*inner\.weight"):
+        load_from_checkpoint(Net, path)
+    assert_same_state(dict(load_from_checkpoint(Net, path, strict=False).head.named_parameters()), head_of(weights))
+    hparams = tmp_path / "hparams.yaml"
+    hparams.write_text("width: 5\nwhere: there\n")
+    assert load_from_checkpoint(Wide, path, hparams_file=hparams).hparams.where == "there"
+    with pytest.raises(ValueError, match="csv"):
+        load_from_checkpoint(Wide, path, hparams_file="hparams.txt")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        load_from_checkpoint(Wide, tmp_path / "nowhere")
+    if name == "3":
+        assert load_from_checkpoint(Wide, path, map_location="meta").inner.weight.is_meta
+    else:
+        assert_same_state(load_from_checkpoint(Wide, io.BytesIO(path.read_bytes())).state_dict(), weights)
+
+
+def head_of(weights):
+    return {name.removeprefix("head."): value for name, value in weights.items() if name.startswith("head.")}
+
+
+def test_the_other_namespace_and_a_base_class_of_that_name(tmp_path):
+    pl = pytest.importorskip("pytorch_lightning")
+    path = tmp_path / "it.ckpt"
+    weights = run_ranks(fitted_with_data, 1, path, Wide, "3")[0]
+
+    class Head(pl.LightningModule):
+        def __init__(self, where):
+            super().__init__()
+            self.where, self.head = where, nn.Linear(8, 1)
+
+    loaded = load_from_checkpoint(Head, path, where=1, strict=False)
+    assert loaded.where == 1
+    assert_same_state(dict(loaded.head.state_dict()), head_of(weights))
+
+    class LightningModule(Net):
+        pass
+
+    assert load_from_checkpoint(LightningModule, path, strict=False).head.bias == weights["head.bias"]
+
+
+@pytest.mark.parametrize("make", [lambda: Wide(5, Path("x")), lambda: Configured(OmegaConf.create({"width": 5}))])
+def test_objects_in_hyperparameters_need_trust(make, tmp_path):
+    path, cls = tmp_path / "it.ckpt", type(make())
+    weights = run_ranks(fitted_with_data, 1, path, make, "3")[0]
+    for doubt in [None, True]:
+        with pytest.raises(pickle.UnpicklingError):
+            load_from_checkpoint(cls, path, weights_only=doubt)
+    loaded = load_from_checkpoint(cls, path, weights_only=False)
+    assert loaded.hparams == make().hparams and type(loaded.hparams) is type(make().hparams)
+    assert_same_state(loaded.state_dict(), weights)
+
+
+def test_nothing_stays_open(tmp_path):
+    path = tmp_path / "it.ckpt"
+    on_ranks(2, tmp_path, "3", save=path)
+    load_from_checkpoint(Parallel, path)
+    gc.collect()
+    files = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    assert not any(path in file.resolve().parents for file in files)

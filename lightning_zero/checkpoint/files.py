@@ -28,7 +28,7 @@ class CheckedFile:
         """Number and content of the block of which a part was read last: small neighbours lie in one."""
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Let go of the file now, and not when the last tensor that can be read from it is gone."""
         self.file.close()
 
     def read(self, start: int, out: memoryview) -> None:

@@ -49,7 +49,7 @@ def save(
             content = b""
             if comm.rank == 0:
                 content = sharded.pack(meta)
-                trust.warn_of_objects(meta, content)
+                trust.warn_of_objects(checkpoint)
                 part = folder.new_part(target)
             if later:
                 sections = sharded.snapshot(sections)

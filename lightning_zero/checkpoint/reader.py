@@ -67,11 +67,11 @@ class Folder:
         paths = self.metadata.planner_data or {}
         return {name: tuple(paths.get(name, (name,))) for name in self.metadata.state_dict_metadata}
 
-    def item(self, name: str) -> Any:
+    def item(self, name: str, weights_only: bool | None = None) -> Any:
         """A tensor, of which nothing is read yet, or another value.
 
         Raises:
-            ValueError: a value cannot be loaded with ``weights_only=True``.
+            ValueError: a value cannot be loaded with ``weights_only``, which is True unless it is said to be False.
         """
         stored = self.metadata.state_dict_metadata[name]
         if isinstance(stored, TensorStorageMetadata):
@@ -83,16 +83,16 @@ class Folder:
         data = bytearray(info.length)
         self._file(info.relative_path).read(info.offset, memoryview(data))
         try:
-            return torch.load(io.BytesIO(data), weights_only=True)
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
         except Exception as error:
             raise ValueError(f"{name!r} in {self.path} cannot be loaded: {error}") from error
 
-    def nested(self, section: str) -> Any:
+    def nested(self, section: str, weights_only: bool | None = None) -> Any:
         """The items of a section (``state_dict``, ``optimizer_0``) as they were; ``{}`` if there are none."""
         root: dict[str, Any] = {}
         for name, path in self.names().items():
             if path[0] == section and len(path) > 1:
-                set_element(root, path, self.item(name))
+                set_element(root, path, self.item(name, weights_only))
         return root.get(section, {})
 
     def sections(self) -> list[str]:
@@ -188,9 +188,10 @@ def meta(source: Folder, weights_only: bool | None) -> dict[str, Any]:
     return found
 
 
-def weights(source: Folder) -> dict[str, Any]:
+def weights(source: Folder, weights_only: bool | None = None) -> dict[str, Any]:
     """The module's state; tensors know their master weights."""
-    found: dict[str, Any] = source.nested("state_dict" if "state_dict" in source.sections() else "model")
+    section = "state_dict" if "state_dict" in source.sections() else "model"
+    found: dict[str, Any] = source.nested(section, weights_only)
     for name, exact in source.nested("master").items():
         found[name].exact = exact
     return found
@@ -218,13 +219,13 @@ def checkpoint(source: Folder, weights_only: bool | None) -> dict[str, Any]:
     """
     found = meta(source, weights_only)
     sections = source.sections()
-    found["state_dict"] = weights(source)
+    found["state_dict"] = weights(source, weights_only)
     optimizers = sorted((name for name in sections if _is_optimizer(name)), key=lambda name: int(name.split("_")[1]))
     if optimizers:
-        found["optimizer_states"] = [source.nested(name) for name in optimizers]
+        found["optimizer_states"] = [source.nested(name, weights_only) for name in optimizers]
     for name in sections:
         if name not in ("state_dict", "model", "master", *optimizers):
-            found[name] = source.nested(name)
+            found[name] = source.nested(name, weights_only)
     return found
 
 
