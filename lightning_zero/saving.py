@@ -76,14 +76,17 @@ class CheckpointMethods(_Base):
         return self._settings.training.async_save and running and not urgent
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's state on rank 0, ``{}`` on the others; of a sharded checkpoint each rank's part.
-        Collective.
+        """The whole module's state on rank 0, ``{}`` on the others; of a sharded checkpoint each rank's part, where the
+        module is sharded. Collective.
         """
         if self._lost:
             raise RuntimeError("The last run ended with an exception: its weights cannot be collected.")
         self._say_what_happened()
         if self._engine is None or self._comm is None:
-            state = super().lightning_module_state_dict() if self.is_global_zero else {}
+            # of a sharded checkpoint on all ranks, as during a run: hooks find the same names everywhere
+            state = super().lightning_module_state_dict() if self.is_global_zero or self._saves_folders else {}
+            if self._saves_folders:
+                state = {clean_name(name): value for name, value in state.items()}
         elif self._saves_folders:
             self._comm.agree(None)  # all ranks are here, and can meet again
             state = sharded.module_state(self._module, self._engine)

@@ -1,6 +1,7 @@
 """Reads parts of a folder's files, and checks what it reads against the manifest."""
 
 import os
+import weakref
 import zlib
 from pathlib import Path
 from typing import BinaryIO
@@ -22,6 +23,7 @@ class CheckedFile:
     def __init__(self, path: Path, expected: FileSum | None) -> None:
         self.path, self._expected = path, expected
         self.file: BinaryIO = path.open("rb", buffering=0)
+        weakref.finalize(self, self.file.close)
         self._size = os.fstat(self.file.fileno()).st_size
         self._ahead = 0
         self._last = -1, b""
