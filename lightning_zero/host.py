@@ -61,7 +61,7 @@ def drop_communicator(comm: Communicator) -> None:
         if known is comm:
             del _communicators[key]
     _failed.append(comm)
-    comm.close()
+    comm.abandon()
 
 
 def clean_up_at_exit() -> None:

@@ -1,4 +1,4 @@
-"""Lightning's ModelCheckpoint where checkpoints are folders, which take their place when they are complete.
+"""Lightning's ModelCheckpoint with saves that go on while training does.
 
 Its link (``save_last="link"``) it removes and makes anew, at once. Were the process killed meanwhile, the next run
 would find no last checkpoint, and ``ckpt_path="last"`` starts afresh then.
@@ -23,7 +23,7 @@ def let_in(trainer: "Trainer", background: Background) -> Callable[[], None]:
     """
     callbacks: list[Any] = [callback for callback in trainer.checkpoint_callbacks if hasattr(callback, "file_exists")]
     for callback in callbacks:
-        callback._link_checkpoint = partial(_link, background)
+        callback._link_checkpoint = partial(_link, background, callback._link_checkpoint)
         callback.file_exists = partial(_exists, background, callback.file_exists)
 
     def take_back() -> None:
@@ -33,10 +33,14 @@ def let_in(trainer: "Trainer", background: Background) -> Callable[[], None]:
     return take_back
 
 
-def _link(background: Background, trainer: "Trainer", filepath: str, linkpath: str) -> None:
+def _link(background: Background, plain: Callable[..., None], trainer: "Trainer", filepath: str, linkpath: str) -> None:
     target, path = Path(os.path.abspath(filepath)), Path(os.path.abspath(linkpath))
     if trainer.is_global_zero and target != path:
-        background.afterwards(partial(folder.link, path, target))
+        try:
+            background.afterwards(partial(folder.link, path, target))
+        except OSError:  # a file system without links: Lightning copies
+            plain(trainer, filepath, linkpath)
+            return
     trainer.strategy.barrier()
 
 

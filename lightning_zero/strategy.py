@@ -166,8 +166,7 @@ class ZeroMethods(ConfiguredMethods, StepMethods, CheckpointMethods):
                     self._running.sharded(raw_optimizer(optimizer))
             self._fit_engine = self._engine
             self._shut_out.append(between_steps.let_in(trainer.callbacks, self._running, model))  # type: ignore[attr-defined]
-            if self._saves_folders:
-                self._shut_out.append(model_checkpoint.let_in(trainer, self._background))
+            self._shut_out.append(model_checkpoint.let_in(trainer, self._background))
         self.setup_precision_plugin()
 
     def _attach(self, module: nn.Module) -> None:
