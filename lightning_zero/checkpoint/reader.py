@@ -138,7 +138,8 @@ class Folder:
         last = first + sum((size - 1) * stride for size, stride in zip(part.sizes, strides, strict=True))
         exactly = out.is_contiguous() and last + 1 - first == out.numel() and _in_order(part.sizes, strides)
         values = out if exactly else torch.empty(last + 1 - first, dtype=out.dtype)
-        data = values.view(-1).view(torch.uint8).numpy().data
+        flat = values.as_strided((values.numel(),), (1,))  # one element may have any stride
+        data = flat.view(torch.uint8).numpy().data
         self._file(info.relative_path).read(info.offset + start + first * out.element_size(), data)
         if not exactly:
             out.copy_(values.as_strided(part.sizes, strides))
