@@ -142,6 +142,7 @@ class CheckpointMethods(_Base):
         """
         filepath = self.broadcast(filepath)
         if self._saves_folders:
+            sharded.agree_on_parts(self._communicator, checkpoint)
             folders.save(self._communicator, self._background, checkpoint, filepath, storage_options, self._settings)
             return
         with host.together(self._comm):

@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.utils._pytree import tree_map_only
 
 from lightning_zero.checkpoint import folder, manifest, metadata
 from lightning_zero.checkpoint.boxes import Box, boxes
@@ -148,7 +150,7 @@ def checkpoint(source: Folder, weights_only: bool | None) -> dict[str, Any]:
     found: dict[str, Any] = torch.load(source.path / folder.META, map_location="cpu", weights_only=weights_only)
     sections = source.sections()
     weights = "state_dict" if "state_dict" in sections else "model"
-    found["state_dict"] = source.nested(weights)
+    found["state_dict"] = {name: _read_extra_state(name, value) for name, value in source.nested(weights).items()}
     for name, exact in source.nested("master").items():
         found["state_dict"][name].exact = exact
     optimizers = sorted((name for name in sections if _is_optimizer(name)), key=lambda name: int(name.split("_")[1]))
@@ -158,6 +160,13 @@ def checkpoint(source: Folder, weights_only: bool | None) -> dict[str, Any]:
         if name not in ("state_dict", "model", "master", *optimizers):
             found[name] = source.nested(name)
     return found
+
+
+def _read_extra_state(name: str, value: Any) -> Any:
+    """What modules get as their extra state they may keep, and it must not depend on the folder."""
+    if isinstance(value, StoredTensor) and not name.endswith(_EXTRA_STATE_KEY_SUFFIX):
+        return value
+    return tree_map_only(StoredTensor, StoredTensor.whole, value)
 
 
 def _is_optimizer(section: str) -> bool:

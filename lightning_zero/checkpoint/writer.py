@@ -30,6 +30,7 @@ from torch.futures import Future
 
 from lightning_zero.checkpoint import folder, manifest
 from lightning_zero.checkpoint.boxes import Box, boxes, whole
+from lightning_zero.checkpoint.sharded import Sealed
 from lightning_zero.engine.elsewhere import OwnPart
 
 Aliases = Mapping[str, str]
@@ -94,6 +95,8 @@ class PartPlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The values of an item."""
         value = self.state_dict[index.fqn]
+        if isinstance(value, Sealed):
+            return value.value
         if not isinstance(value, OwnPart):
             return value.detach().cpu() if isinstance(value, Tensor) else value
         place = tuple(index.offset or ())
