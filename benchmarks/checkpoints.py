@@ -72,7 +72,7 @@ class Rounds(Callback):
             "sharded": partial(save, trainer, self.folder / "sharded.ckpt", "sharded"),
             "full": partial(save, trainer, self.folder / "full.ckpt", "full"),
             "raw weights": partial(write, weights, values[: size // 3]),
-            # "safetensors": partial(lightning_zero.save_safetensors, module, self.folder / "model.safetensors"),
+            #"safetensors": partial(lightning_zero.save_safetensors, module, self.folder / "model.safetensors"),
         }
         loads = {
             "raw": partial(read, raw, values),
