@@ -63,6 +63,9 @@ class Awkward(LightningModule):
         self.unused = nn.Parameter(torch.randn(70))
         self.register_buffer("steps", torch.tensor(0))
         self.register_buffer("level", torch.randn(3))
+        self.register_buffer("turned", torch.randn(3, 5).t())
+        self.register_buffer("conjugate", torch.randn(3, dtype=torch.complex64).conj())
+        self.register_buffer("slice", torch.randn(9, 4)[::2, 1:3])
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
         self.extra = Counted()
 
