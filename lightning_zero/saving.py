@@ -155,6 +155,7 @@ class CheckpointMethods(_Base):
         """
         filepath = self.broadcast(filepath)
         if self._saves_folders:
+            sharded.agree_on_parts(self._communicator, checkpoint)
             place = self._communicator, self._background, checkpoint, filepath, storage_options
             add = self._add_16bit_weights if self._settings.training.save_16bit_weights else None
             folders.save(*place, later=self._saves_later, add=add)

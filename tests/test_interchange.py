@@ -3,7 +3,6 @@
 import gc
 import io
 import os
-import pickle
 import runpy
 import sys
 import warnings

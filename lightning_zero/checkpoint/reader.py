@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.utils._pytree import tree_map_only
 
 from lightning_zero.checkpoint import folder, manifest, metadata
 from lightning_zero.checkpoint.boxes import Box, boxes
@@ -192,7 +194,7 @@ def meta(source: Folder, weights_only: bool | None) -> dict[str, Any]:
 def weights(source: Folder, weights_only: bool | None = None) -> dict[str, Any]:
     """The module's state; tensors know their master weights."""
     section = "state_dict" if "state_dict" in source.sections() else "model"
-    found: dict[str, Any] = source.nested(section, weights_only)
+    found = {name: _read_extra_state(name, value) for name, value in source.nested(section, weights_only).items()}
     for name, exact in source.nested("master").items():
         found[name].exact = exact
     return found
@@ -228,6 +230,13 @@ def checkpoint(source: Folder, weights_only: bool | None) -> dict[str, Any]:
         if name not in ("state_dict", "model", "master", *optimizers):
             found[name] = source.nested(name, weights_only)
     return found
+
+
+def _read_extra_state(name: str, value: Any) -> Any:
+    """What modules get as their extra state they may keep, and it must not depend on the folder."""
+    if isinstance(value, StoredTensor) and not name.endswith(_EXTRA_STATE_KEY_SUFFIX):
+        return value
+    return tree_map_only(StoredTensor, StoredTensor.whole, value)
 
 
 def _is_optimizer(section: str) -> bool:

@@ -1,15 +1,17 @@
 """The state of a sharded module and its optimizers as entries of a folder: each rank has its own parts."""
 
+import hashlib
 import io
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_any, tree_map
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.utils._pytree import keystr, tree_any, tree_flatten_with_path, tree_map, tree_structure
 
 from lightning_zero.checkpoint.full import _Undetached
-from lightning_zero.engine import Engine
+from lightning_zero.engine import Communicator, Engine
 from lightning_zero.engine.elsewhere import OwnPart
 from lightning_zero.engine.names import clean_name
 
@@ -33,6 +35,35 @@ def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:
     return found
 
 
+class Sealed:
+    """A value that becomes one item of a folder, whatever it holds."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def agree_on_parts(comm: Communicator, checkpoint: Mapping[str, Any]) -> None:
+    """Make sure that what ranks have parts of is the same on all of them, in the same order. Collective.
+
+    Raises:
+        RuntimeError: it is not, on all ranks: a hook has done something on some ranks only.
+    """
+    leaves, _ = tree_flatten_with_path(dict(checkpoint))
+    names = [keystr(path) for path, value in leaves if isinstance(value, OwnPart)]
+    digest = hashlib.sha256("\n".join(names).encode()).digest()
+    if len(set(comm.collect(digest))) == 1:
+        return
+    everyone = comm.collect(names)
+    shared = set(everyone[0]).intersection(*everyone)
+    lines = [f"rank {rank} alone has {', '.join(own[:3])}" for rank, other in enumerate(everyone)
+             if (own := [name for name in other if name not in shared])]  # fmt: skip
+    raise RuntimeError(
+        "In a sharded checkpoint each rank has a part of every parameter, so that hooks (on_save_checkpoint, "
+        "state_dict) must do the same on all ranks. They have not: "
+        f"{'; '.join(lines) or 'the order of parameters is another'}."
+    )
+
+
 def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """A checkpoint of Lightning's in two: what goes into the folder's data, by section, and what into ``meta.pt``."""
     sections: dict[str, Any] = {}
@@ -41,12 +72,12 @@ def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
         if key == "optimizer_states":
             sections |= {f"optimizer_{number}": state for number, state in enumerate(value)}
         elif key == "state_dict" or tree_any(_is_part, value):
-            sections[key] = value
+            sections[key] = _sealed(value)
         else:
             meta[key] = value
     masters = {
         name: part.exact
-        for name, part in checkpoint["state_dict"].items()
+        for name, part in checkpoint.get("state_dict", {}).items()
         if isinstance(part, OwnPart) and part.exact is not None
     }
     if masters:
@@ -54,11 +85,31 @@ def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     return sections, meta
 
 
+def _sealed(value: Any) -> Any:
+    """The same with what torch would give back in another form (empty dicts, keys that are no strings) as one item."""
+    if not isinstance(value, dict | list):
+        return value
+    if not tree_any(_is_part, value):
+        return value if _keeps_its_form(value) else Sealed(value)
+    items = {key: _sealed(item) for key, item in (value.items() if isinstance(value, dict) else enumerate(value))}
+    return items if isinstance(value, dict) else list(items.values())
+
+
+def _keeps_its_form(value: Any) -> bool:
+    try:
+        items, paths = flatten_state_dict({"it": value})
+    except ValueError:  # two items by the same name
+        return False
+    return bool(tree_structure(unflatten_state_dict(items, paths).get("it")) == tree_structure(value))
+
+
 def snapshot(sections: Mapping[str, Any]) -> dict[str, Any]:
     """The same with copies of all values, which training does not change; what is shared stays shared."""
     copies: dict[int, Any] = {}
 
     def copy(value: Any) -> Any:
+        if isinstance(value, Sealed):
+            return Sealed(tree_map(copy, value.value))
         if not isinstance(value, Tensor):
             return value
         if id(value) not in copies:

@@ -31,6 +31,7 @@ from torch.futures import Future
 
 from lightning_zero.checkpoint import folder, manifest
 from lightning_zero.checkpoint.boxes import Box, boxes, whole
+from lightning_zero.checkpoint.sharded import Sealed
 from lightning_zero.engine.elsewhere import OwnPart
 
 Aliases = Mapping[str, str]
@@ -127,13 +128,20 @@ class PartPlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The values of an item."""
         value = self.state_dict[index.fqn]
+        if isinstance(value, Sealed):
+            return value.value
         if not isinstance(value, OwnPart):
-            return value.detach().cpu() if isinstance(value, Tensor) else value
+            return _in_order(value) if isinstance(value, Tensor) else value
         place = tuple(index.offset or ())
         box, start = next(found for found in _boxes(value, True) if found[0].offsets == place)
         values = value.read(start, start + box.numel).to("cpu", value.dtype)
         there = values.view(box.permuted(value.dims).sizes)
         return there.permute([value.dims.index(dim) for dim in range(len(value.dims))]).contiguous()
+
+
+def _in_order(tensor: Tensor) -> Tensor:
+    """On the CPU, row-major and with nothing left to compute (conjugates): the reader takes it to be so."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _boxes(part: OwnPart, is_coordinator: bool) -> list[tuple[Box, int]]:

@@ -1,6 +1,7 @@
 """Tensors whose values are not here: they know their shape and dtype, and where the values are."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -70,13 +71,17 @@ class OwnPart(Elsewhere):
             'may drop or rename it; to read or change its values use state_dict_type="full".'
         )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse, too."""
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse, too: these ask torch for the memory."""
         return self.__torch_dispatch__(None, None, (self,))
+
+    numpy = tolist = __reduce_ex__ = _refuse
 
 
 class StoredTensor(Elsewhere):
     """A tensor in a file. Who needs a part of it reads that with :attr:`elements`; any other use reads all of it.
+
+    Once somebody writes to it or takes a view of it, its values stay in memory.
 
     Args:
         shape, dtype: of the whole tensor.
@@ -85,23 +90,58 @@ class StoredTensor(Elsewhere):
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, elements: Elements) -> None:
         super().__init__()
-        self.elements = elements
-        self.exact: StoredTensor | None = None
-        """The same values in a wider dtype (master weights), if they are stored as well."""
+        self.elements = self._stored = elements
+        self._exact: StoredTensor | None = None
+        self._kept: Tensor | None = None
+
+    @property
+    def exact(self) -> "StoredTensor | None":
+        """The same values in a wider dtype (master weights), if they are stored, too, and nobody has changed these."""
+        changed = self._kept is not None and not torch.equal(self._kept, self._read())
+        return None if changed else self._exact
+
+    @exact.setter
+    def exact(self, stored: "StoredTensor | None") -> None:
+        self._exact = stored
 
     def whole(self) -> Tensor:
         """All values, in memory of their own."""
-        return self.elements(range(self.dim()), 0, self.numel()).view(self.shape)
+        return self._read() if self._kept is None else self._kept.clone()
+
+    def _read(self) -> Tensor:
+        return self._stored(range(self.dim()), 0, self.numel()).view(self.shape)
+
+    def _keep(self) -> Tensor:
+        if self._kept is None:
+            kept = self._kept = self._read()
+            self.elements = lambda dims, start, stop: kept.detach().permute(tuple(dims)).reshape(-1)[start:stop].clone()
+        return self._kept
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Read, then go on as with any tensor."""
-        args, kwargs = tree_map_only(StoredTensor, StoredTensor.whole, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        shared = {argument.name for argument in func._schema.arguments if argument.alias_info is not None}
 
-    def __deepcopy__(self, memo: Any) -> "StoredTensor":
-        """It is never written to: a copy is itself."""
-        return self
+        def read(value: StoredTensor, name: str) -> Tensor:
+            return value._keep() if name in shared else value.whole() if value._kept is None else value._kept
+
+        names = [argument.name for argument in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        given = {k: tree_map_only(StoredTensor, partial(read, name=k), value) for k, value in given.items()}
+        positional = [given.pop(name) for name in names[: len(args)]]
+        return func(*positional, **given)
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        """Of the values."""
+        return self._keep().numpy(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        """Of the values."""
+        return self.whole().tolist()
+
+    def __deepcopy__(self, memo: Any) -> "StoredTensor | Tensor":
+        """One that nobody writes to is its own copy."""
+        return self if self._kept is None else self._kept.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What is pickled has values."""
