@@ -95,12 +95,17 @@ class PartPlanner(DefaultSavePlanner):
         """The values of an item."""
         value = self.state_dict[index.fqn]
         if not isinstance(value, OwnPart):
-            return value.detach().cpu() if isinstance(value, Tensor) else value
+            return _in_order(value.detach().cpu()) if isinstance(value, Tensor) else value
         place = tuple(index.offset or ())
         box, start = next(found for found in _boxes(value, True) if found[0].offsets == place)
         values = value.read(start, start + box.numel).to("cpu", value.dtype)
         there = values.view(box.permuted(value.dims).sizes)
         return there.permute([value.dims.index(dim) for dim in range(len(value.dims))]).contiguous()
+
+
+def _in_order(tensor: Tensor) -> Tensor:
+    """Row-major: our reader takes elements from where they are then, and does not look at strides."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def _boxes(part: OwnPart, is_coordinator: bool) -> list[tuple[Box, int]]:
@@ -192,6 +197,8 @@ def _alone(tensor: Tensor) -> Tensor:
     """The same memory as a tensor whose storage ends with it: torch.save writes storages."""
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
     as_bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return torch.from_numpy(as_bytes).view(tensor.dtype).view(tensor.shape)
 
