@@ -95,7 +95,7 @@ class PartPlanner(DefaultSavePlanner):
         """The values of an item."""
         value = self.state_dict[index.fqn]
         if not isinstance(value, OwnPart):
-            return _in_order(value.detach().cpu()) if isinstance(value, Tensor) else value
+            return _in_order(value) if isinstance(value, Tensor) else value
         place = tuple(index.offset or ())
         box, start = next(found for found in _boxes(value, True) if found[0].offsets == place)
         values = value.read(start, start + box.numel).to("cpu", value.dtype)
@@ -104,8 +104,13 @@ class PartPlanner(DefaultSavePlanner):
 
 
 def _in_order(tensor: Tensor) -> Tensor:
-    """Row-major: our reader takes elements from where they are then, and does not look at strides."""
-    return tensor.resolve_conj().resolve_neg().contiguous()
+    """On the CPU, and row-major: our reader takes elements from where they are then, and does not look at strides."""
+    there = tensor.detach().cpu()
+    return there.resolve_conj().resolve_neg().contiguous() if _is_dense(there) else there
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def _boxes(part: OwnPart, is_coordinator: bool) -> list[tuple[Box, int]]:
@@ -128,7 +133,7 @@ def _item(name: str, value: Tensor, box: Box, kind: WriteItemType = WriteItemTyp
 
 
 def _whole_item(name: str, value: Any) -> WriteItem:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and _is_dense(value):
         return _item(name, value, whole(value.shape), WriteItemType.TENSOR)
     return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
 
