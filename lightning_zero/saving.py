@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from lightning.__version__ import version
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch import nn
 from torch.optim import Optimizer
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_zero import host
 from lightning_zero.checkpoint import folders, full, reader, sharded, trust
 from lightning_zero.checkpoint.background import Background
+from lightning_zero.checkpoint.load import VERSION
 from lightning_zero.config import Settings
 from lightning_zero.engine import Communicator, Engine
 from lightning_zero.engine.elsewhere import StoredTensor
@@ -157,7 +159,9 @@ class CheckpointMethods(_Base):
             found = folders.find(checkpoint_path)
             if found is None:
                 return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-            return reader.checkpoint(reader.Folder(found), weights_only)
+            checkpoint = reader.checkpoint(reader.Folder(found), weights_only)
+            checkpoint.setdefault(VERSION, version)
+            return checkpoint
 
     def _refuse_dangling_links(self) -> None:
         """Lightning takes ``ckpt_path="last"`` for None where the link leads nowhere: it would start afresh.

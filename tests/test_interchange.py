@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import run_ranks
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
@@ -26,9 +28,16 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils._pytree import tree_map
 
 from lightning_zero import load_from_checkpoint
 from lightning_zero.checkpoint import folder, metadata, reader
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # wanted
+    pytest.mark.filterwarnings("ignore:Found keys that are not in the model state dict"),
+    pytest.mark.filterwarnings("ignore:.*found in sys.modules after import"),
+]
 
 
 class Parallel(Net):
@@ -97,7 +106,7 @@ class Save(Callback):
         trainer.save_checkpoint(self.path)
 
 
-def life(rank, world_size, folder, name, epochs=1, cls=Parallel, load=None, save=None, later=None):
+def life(rank, world_size, folder, name, epochs=1, cls=Parallel, load=None, save=None, later=None, **kwargs):
     """Train under a strategy from a checkpoint or from the beginning; on rank 0 all that there is in the end.
 
     ``name``: "ddp", "fsdp1", "fsdp2", or a stage, as "3" or "3full". ``save``: where to, at the end of training;
@@ -105,7 +114,7 @@ def life(rank, world_size, folder, name, epochs=1, cls=Parallel, load=None, save
     """
     callbacks = [Save(save)] if save else []
     strategy = strategy_of(name, world_size)
-    runner = trainer(rank, world_size, folder, strategy, max_epochs=epochs, callbacks=callbacks)
+    runner = trainer(rank, world_size, folder, strategy, max_epochs=epochs, callbacks=callbacks, **kwargs)
     model = cls()
     runner.fit(model, loader(), ckpt_path=load)
     if later is not None:
@@ -203,6 +212,78 @@ def test_parameters_without_state_come_from_fsdp2(tmp_path):
     want = on_ranks(2, tmp_path, "fsdp2", cls=Idle, save=tmp_path / "it.ckpt")
     assert "idle" not in want[1]["state"]
     assert_same_state(on_ranks(2, tmp_path, "3", cls=Idle, load=tmp_path / "it.ckpt"), want)
+
+
+def test_bf16_true_is_rounded_for_fsdp2_and_widened_for_ours(tmp_path):
+    """Ours keep fp32 masters and state, FSDP2 has bf16 only."""
+    weights, state = on_ranks(2, tmp_path, "3", precision="bf16-true", save=tmp_path / "ours.ckpt")
+    want = cast(weights, torch.bfloat16), cast(state, torch.bfloat16)
+    got = on_ranks(2, tmp_path, "fsdp2", precision="bf16-true", load=tmp_path / "ours.ckpt")
+    assert_same_state(got, want)
+    weights, state = on_ranks(2, tmp_path, "fsdp2", precision="bf16-true", save=tmp_path / "theirs.ckpt")
+    got = on_ranks(3, tmp_path, "3", precision="bf16-true", load=tmp_path / "theirs.ckpt")
+    assert_same_state(got, (cast(weights, torch.float32), cast(state, torch.float32)))
+
+
+def cast(tree, dtype):
+    """All tensors but the number of steps in another dtype."""
+    change = lambda value: value.to(dtype) if isinstance(value, torch.Tensor) and value.dim() else value
+    return tree_map(change, tree)
+
+
+# Fabric
+
+
+def life_with_fabric(rank, world_size, load=None, names=("model", "optimizer"), save=None):
+    """A few steps, or what is in a folder; the state in the end."""
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
+
+    def parallelize(module, mesh):
+        for part in [*module.blocks, module]:
+            fully_shard(part, mesh=mesh["data_parallel"])
+        return module
+
+    strategy = FabricModelParallel(parallelize, data_parallel_size=world_size, tensor_parallel_size=1)
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
+    fabric.launch()
+    module = fabric.setup_module(Net())
+    module.mark_forward_method("training_step")
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(module.parameters(), lr=0.01))
+    if load is not None:
+        fabric.load(load, dict(zip(names, (module, optimizer), strict=True)))
+    else:
+        for number, batch in enumerate(fabric.setup_dataloaders(loader())):
+            fabric.backward(module.training_step(batch, number))
+            optimizer.step()
+            optimizer.zero_grad()
+    if save is not None:
+        fabric.save(save, {"model": module, "optimizer": optimizer, "step": 8})
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(module.module, options=options)
+    state = get_optimizer_state_dict(module.module, optimizer.optimizer, options=options)
+    return dict(sorted(weights.items())), sorted_state(state)
+
+
+@pytest.mark.parametrize("section", ["state_dict", pytest.param("model", marks=FULL)])
+def test_fabric_goes_on_from_our_folders(section, tmp_path):
+    path = tmp_path / "it.ckpt"
+    want = on_ranks(3, tmp_path, "2", cls=Net, save=path)
+    assert_same_state(run_ranks(life_with_fabric, 2, path, (section, "optimizer_0"))[0], want)
+
+
+def evaluate(rank, world_size, path):
+    runner, model = trainer(rank, world_size, path.parent, zero(3)), Net()
+    runner.test(model, loader(), ckpt_path=path, verbose=False)
+    with pytest.raises(KeyError, match="contains only the model"):
+        trainer(rank, world_size, path.parent, zero(3)).fit(Net(), loader(), ckpt_path=path)
+    return model.state_dict()
+
+
+def test_weights_come_from_fabrics_folders(tmp_path):
+    path = tmp_path / "it.ckpt"
+    weights, _ = run_ranks(life_with_fabric, 2, save=path)[0]
+    assert_same_state(dict(sorted(load_from_checkpoint(Net, path).state_dict().items())), weights)
+    assert_same_state(dict(sorted(run_ranks(evaluate, 2, path)[0].items())), weights)
 
 
 # One file from a folder
@@ -611,3 +692,28 @@ def assert_same_bits(got, want):
     for name, value in want.items():
         assert got[name].dtype == value.dtype and got[name].shape == value.shape
         assert as_bytes(got[name]) == as_bytes(value), name
+
+
+class Odd(Net):
+    """Buffers that are more than numbers in a row."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        values = torch.complex(torch.randn(3), torch.randn(3))
+        self.register_buffer("conjugated", values.conj())
+        self.register_buffer("negated", values.conj().imag)
+        self.register_buffer("sparse", torch.eye(3).to_sparse())
+        self.register_buffer("eighth", torch.randn(4).to(torch.float8_e4m3fn))
+
+
+def test_odd_buffers(tmp_path):
+    path = tmp_path / "it.ckpt"
+    run_ranks(save_odd, 1, path)
+    got, want = load_from_checkpoint(Odd, path), Odd()
+    assert torch.equal(got.sparse.to_dense(), torch.eye(3)) and as_bytes(got.eighth) == as_bytes(want.eighth)
+    assert torch.equal(got.conjugated, want.conjugated) and torch.equal(got.negated, want.negated)
+
+
+def save_odd(rank, world_size, path):
+    trainer(rank, world_size, path.parent, strategy_of("3", 1), callbacks=[Save(path)]).fit(Odd(), loader())
