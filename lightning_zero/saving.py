@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.__version__ import version
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch import nn
 from torch.optim import Optimizer
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_zero import host
 from lightning_zero.checkpoint import folders, full, reader, sharded, trust
 from lightning_zero.checkpoint.background import Background
+from lightning_zero.checkpoint.load import VERSION
 from lightning_zero.checkpoint.safetensors_write import save_safetensors
 from lightning_zero.config import Settings
 from lightning_zero.engine import Communicator, Engine
@@ -183,7 +185,9 @@ class CheckpointMethods(_Base):
             found = folders.find(checkpoint_path)
             if found is None:
                 return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-            return reader.checkpoint(reader.Folder(found), weights_only)
+            checkpoint = reader.checkpoint(reader.Folder(found), weights_only)
+            checkpoint.setdefault(VERSION, version)
+            return checkpoint
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, once a newer one that is being written is complete."""

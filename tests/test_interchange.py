@@ -3,17 +3,21 @@
 import gc
 import io
 import os
+import pickle
 import runpy
 import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import run_ranks
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from omegaconf import OmegaConf
 from oracles import assert_same_state
@@ -24,8 +28,16 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils._pytree import tree_map
 
 from lightning_zero import load_from_checkpoint
+from lightning_zero.checkpoint import folder, metadata, reader
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # wanted
+    pytest.mark.filterwarnings("ignore:Found keys that are not in the model state dict"),
+    pytest.mark.filterwarnings("ignore:.*found in sys.modules after import"),
+]
 
 
 class Parallel(Net):
@@ -84,16 +96,29 @@ def strategy_of(name, world_size):
     return DDPStrategy() if name == "ddp" else zero(int(name[0]), state_dict_type=name[1:] or "sharded")
 
 
-def life(rank, world_size, folder, name, epochs=1, cls=Parallel, load=None, save=None, **kwargs):
+class Save(Callback):
+    """Save at the end of training, when the module is still sharded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_end(self, trainer, pl_module):
+        trainer.save_checkpoint(self.path)
+
+
+def life(rank, world_size, folder, name, epochs=1, cls=Parallel, load=None, save=None, later=None, **kwargs):
     """Train under a strategy from a checkpoint or from the beginning; on rank 0 all that there is in the end.
 
-    ``name``: "ddp", "fsdp1", "fsdp2", or a stage, as "3" or "3full".
+    ``name``: "ddp", "fsdp1", "fsdp2", or a stage, as "3" or "3full". ``save``: where to, at the end of training;
+    ``later``: afterwards, when ours have given the module back.
     """
-    runner = trainer(rank, world_size, folder, strategy_of(name, world_size), max_epochs=epochs, **kwargs)
+    callbacks = [Save(save)] if save else []
+    strategy = strategy_of(name, world_size)
+    runner = trainer(rank, world_size, folder, strategy, max_epochs=epochs, callbacks=callbacks, **kwargs)
     model = cls()
     runner.fit(model, loader(), ckpt_path=load)
-    if save is not None:
-        runner.save_checkpoint(save)
+    if later is not None:
+        runner.save_checkpoint(later)
     return whole(runner, model, name)
 
 
@@ -169,8 +194,9 @@ def test_fsdp2_and_ours_with_all_kinds_of_state(tmp_path):
 def test_fsdp_and_ours_at_other_sizes(sizes, theirs, tmp_path):
     first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
     want = on_ranks(sizes[0], tmp_path, theirs, save=first)
-    assert_same_state(on_ranks(sizes[1], tmp_path, "3", load=first, save=second), want)
-    assert_same_state(on_ranks(sizes[0], tmp_path, theirs, load=second), want)
+    assert_same_state(on_ranks(sizes[1], tmp_path, "3", load=first), want)
+    want = on_ranks(sizes[1], tmp_path, "3", epochs=2, load=first, save=second)
+    assert_same_state(on_ranks(sizes[0], tmp_path, theirs, epochs=2, load=second), want)
 
 
 class Idle(Parallel):
@@ -186,6 +212,78 @@ def test_parameters_without_state_come_from_fsdp2(tmp_path):
     want = on_ranks(2, tmp_path, "fsdp2", cls=Idle, save=tmp_path / "it.ckpt")
     assert "idle" not in want[1]["state"]
     assert_same_state(on_ranks(2, tmp_path, "3", cls=Idle, load=tmp_path / "it.ckpt"), want)
+
+
+def test_bf16_true_is_rounded_for_fsdp2_and_widened_for_ours(tmp_path):
+    """Ours keep fp32 masters and state, FSDP2 has bf16 only."""
+    weights, state = on_ranks(2, tmp_path, "3", precision="bf16-true", save=tmp_path / "ours.ckpt")
+    want = cast(weights, torch.bfloat16), cast(state, torch.bfloat16)
+    got = on_ranks(2, tmp_path, "fsdp2", precision="bf16-true", load=tmp_path / "ours.ckpt")
+    assert_same_state(got, want)
+    weights, state = on_ranks(2, tmp_path, "fsdp2", precision="bf16-true", save=tmp_path / "theirs.ckpt")
+    got = on_ranks(3, tmp_path, "3", precision="bf16-true", load=tmp_path / "theirs.ckpt")
+    assert_same_state(got, (cast(weights, torch.float32), cast(state, torch.float32)))
+
+
+def cast(tree, dtype):
+    """All tensors but the number of steps in another dtype."""
+    change = lambda value: value.to(dtype) if isinstance(value, torch.Tensor) and value.dim() else value
+    return tree_map(change, tree)
+
+
+# Fabric
+
+
+def life_with_fabric(rank, world_size, load=None, names=("model", "optimizer"), save=None):
+    """A few steps, or what is in a folder; the state in the end."""
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
+
+    def parallelize(module, mesh):
+        for part in [*module.blocks, module]:
+            fully_shard(part, mesh=mesh["data_parallel"])
+        return module
+
+    strategy = FabricModelParallel(parallelize, data_parallel_size=world_size, tensor_parallel_size=1)
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
+    fabric.launch()
+    module = fabric.setup_module(Net())
+    module.mark_forward_method("training_step")
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(module.parameters(), lr=0.01))
+    if load is not None:
+        fabric.load(load, dict(zip(names, (module, optimizer), strict=True)))
+    else:
+        for number, batch in enumerate(fabric.setup_dataloaders(loader())):
+            fabric.backward(module.training_step(batch, number))
+            optimizer.step()
+            optimizer.zero_grad()
+    if save is not None:
+        fabric.save(save, {"model": module, "optimizer": optimizer, "step": 8})
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(module.module, options=options)
+    state = get_optimizer_state_dict(module.module, optimizer.optimizer, options=options)
+    return dict(sorted(weights.items())), sorted_state(state)
+
+
+@pytest.mark.parametrize("section", ["state_dict", pytest.param("model", marks=FULL)])
+def test_fabric_goes_on_from_our_folders(section, tmp_path):
+    path = tmp_path / "it.ckpt"
+    want = on_ranks(3, tmp_path, "2", cls=Net, save=path)
+    assert_same_state(run_ranks(life_with_fabric, 2, path, (section, "optimizer_0"))[0], want)
+
+
+def evaluate(rank, world_size, path):
+    runner, model = trainer(rank, world_size, path.parent, zero(3)), Net()
+    runner.test(model, loader(), ckpt_path=path, verbose=False)
+    with pytest.raises(KeyError, match="contains only the model"):
+        trainer(rank, world_size, path.parent, zero(3)).fit(Net(), loader(), ckpt_path=path)
+    return model.state_dict()
+
+
+def test_weights_come_from_fabrics_folders(tmp_path):
+    path = tmp_path / "it.ckpt"
+    weights, _ = run_ranks(life_with_fabric, 2, save=path)[0]
+    assert_same_state(dict(sorted(load_from_checkpoint(Net, path).state_dict().items())), weights)
+    assert_same_state(dict(sorted(run_ranks(evaluate, 2, path)[0].items())), weights)
 
 
 # One file from a folder
@@ -384,3 +482,238 @@ def test_nothing_stays_open(tmp_path):
     gc.collect()
     files = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
     assert not any(path in file.resolve().parents for file in files)
+
+
+# Trust
+
+
+class Objects(Net):
+    """What ``torch.load`` does not take without being told so, in five places."""
+
+    def __init__(self):
+        super().__init__()
+        self.save_hyperparameters({"root": Path("x"), "config": OmegaConf.create({"a": 1}), "plain": [1, {"b": None}]})
+        self.told = Told()
+
+    def configure_optimizers(self):
+        betas = OmegaConf.create([0.8, 0.9])
+        return torch.optim.AdamW([{"params": list(self.parameters()), "betas": betas}], lr=np.float64(0.01))
+
+
+class Told(nn.Module):
+    def get_extra_state(self):
+        return {"where": Path("y")}
+
+    def set_extra_state(self, state):
+        assert state == {"where": Path("y")}
+
+
+class Best(Callback):
+    def state_dict(self):
+        return {"best": np.float32(1), "all": np.ones(2), "weights": torch.ones(2)}
+
+
+PLACES = [
+    "checkpoint['hyper_parameters']['root'] (pathlib.PosixPath)",
+    "checkpoint['hyper_parameters']['config'] (omegaconf.dictconfig.DictConfig)",
+    "checkpoint['callbacks']['Best']['best'] (numpy.float32)",
+    "checkpoint['callbacks']['Best']['all'] (numpy.ndarray)",
+    "checkpoint['state_dict']['told._extra_state']['where'] (pathlib.PosixPath)",
+    "checkpoint['optimizer_states'][0]['param_groups'][0]['betas'] (omegaconf.listconfig.ListConfig)",
+    "checkpoint['optimizer_states'][0]['param_groups'][0]['lr'] (numpy.float64)",
+]
+
+
+def save_objects(rank, world_size, path, name, resume):
+    """The warnings of a save; then a run from there."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runner = trainer(rank, world_size, path.parent, strategy_of(name, 2), callbacks=[Best()])
+        model = Objects()
+        runner.fit(model, loader())
+        for _ in range(2):
+            runner.save_checkpoint(path)
+    again = trainer(rank, world_size, path.parent, strategy_of(resume, 2), max_epochs=1, callbacks=[Best()])
+    with pytest.raises(Exception, match="eights.only"):
+        again.fit(Objects(), loader(), ckpt_path=path)
+    again = trainer(rank, world_size, path.parent, strategy_of(resume, 2), max_epochs=1, callbacks=[Best()])
+    other = Objects()
+    again.fit(other, loader(), ckpt_path=path, weights_only=False)
+    assert_same_state(dict(other.named_parameters()), dict(model.named_parameters()))
+    assert again.optimizers[0].param_groups[0]["betas"] == OmegaConf.create([0.8, 0.9])
+    return [str(warning.message) for warning in caught if "torch.load refuses" in str(warning.message)]
+
+
+@pytest.mark.parametrize(("name", "resume"), [("3", "2"), ("3full", "ddp")])
+def test_objects_are_named_when_they_are_saved(name, resume, tmp_path):
+    said, nothing = run_ranks(save_objects, 2, tmp_path / "it.ckpt", name, resume)
+    assert nothing == [] and len(said) == 1
+    assert all(place in said[0] for place in PLACES) and said[0].count("checkpoint[") == len(PLACES)
+
+
+@pytest.mark.parametrize("name", ["2", "3full"])
+def test_what_we_write_needs_no_trust(name, tmp_path):
+    path = tmp_path / "it.ckpt"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*torch.load refuses")
+        on_ranks(2, tmp_path, name, cls=Rich, save=path)
+    if name == "3full":
+        assert torch.load(path, weights_only=True)["epoch"] == 1
+        return
+    assert torch.load(path / folder.META, weights_only=True)["epoch"] == 1
+    found = metadata.read(path / folder.METADATA)
+    for info in found.storage_data.values():
+        data = (path / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+        torch.load(io.BytesIO(data), weights_only=True)
+
+
+class Malice:
+    """A pickle that makes a file when it is loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("place", ["all", "dict", "dtype"])
+def test_metadata_that_would_run_code_are_refused(place, tmp_path):
+    path, touched = tmp_path / "it.ckpt", tmp_path / "touched"
+    on_ranks(1, tmp_path, "3", save=path)
+    found = metadata.read(path / folder.METADATA)
+    (path / "manifest.json").unlink()
+    if place == "dict":
+        found.planner_data["state_dict.head.bias"] = Malice(touched)
+    elif place == "dtype":
+        found.storage_meta = Malice(touched)
+    (path / folder.METADATA).write_bytes(pickle.dumps(Malice(touched) if place == "all" else found))
+    with pytest.raises(ValueError, match=r"\.metadata.*does not belong there"):
+        load_from_checkpoint(Parallel, path)
+    assert not touched.exists()
+    pickle.loads((path / folder.METADATA).read_bytes())
+    assert touched.exists(), "the test would have seen it"
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../../other", "sub/../../x"])
+def test_metadata_that_name_files_elsewhere_are_refused(name, tmp_path):
+    path = tmp_path / "it.ckpt"
+    on_ranks(1, tmp_path, "3", save=path)
+    found = metadata.read(path / folder.METADATA)
+    (path / "manifest.json").unlink()
+    for info in found.storage_data.values():
+        info.relative_path = name
+    (path / folder.METADATA).write_bytes(pickle.dumps(found))
+    with pytest.raises(ValueError, match="outside of its folder"):
+        load_from_checkpoint(Parallel, path)
+
+
+# Tensors of all kinds
+
+
+def kinds():
+    """Dtypes, shapes and orders in memory."""
+    generator = torch.Generator().manual_seed(3)
+    image = torch.randn(3, 4, 5, 6, generator=generator)
+    matrix = torch.randn(6, 7, generator=generator)
+    return {
+        "last": image.contiguous(memory_format=torch.channels_last),
+        "turned": matrix.t(),
+        "permuted": image.permute(2, 0, 3, 1),
+        "part": matrix[1:5, 2:6],
+        "stepped": matrix[::2, ::3],
+        "wide": torch.randn(1, 7, generator=generator).expand(4, 7),
+        "scalar": torch.tensor(2.5),
+        "none": torch.empty(0, 3),
+        "bf16": image.bfloat16().contiguous(memory_format=torch.channels_last),
+        "complex": torch.complex(matrix, -matrix).t(),
+        "bytes": torch.randint(0, 255, (5, 3), generator=generator, dtype=torch.uint8).t(),
+        "flags": matrix.t() > 0,
+        "count": torch.tensor(7),
+        "fp64": matrix.double(),
+        "eighth": matrix.to(torch.float8_e4m3fn),
+    }
+
+
+def test_foreign_folders_with_tensors_of_all_kinds(tmp_path):
+    path = tmp_path / "it.ckpt"
+    dcp.save({"model": kinds()}, checkpoint_id=path, no_dist=True)
+    torch.save({}, path / folder.META)
+    found = reader.checkpoint(reader.Folder(path), True)["state_dict"]
+    assert list(found) == list(kinds())
+    for name, want in kinds().items():
+        got = found[name].whole()
+        assert got.dtype == want.dtype and got.shape == want.shape
+        assert as_bytes(got) == as_bytes(want), name
+        for dims in [range(want.dim()), range(want.dim())[::-1]]:
+            flat = want.permute(tuple(dims)).reshape(-1)
+            for start, stop in [(0, len(flat)), (len(flat) // 3, 2 * len(flat) // 3), (len(flat), len(flat))]:
+                assert as_bytes(found[name].elements(dims, start, stop)) == as_bytes(flat[start:stop]), (name, start)
+
+
+def as_bytes(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+class Kinds(Parallel):
+    """Parameters and buffers of all kinds."""
+
+    def __init__(self):
+        super().__init__()
+        trained = {"last", "turned", "permuted", "scalar", "none", "bf16", "complex", "fp64"}
+        for name, value in kinds().items():
+            if name in trained:
+                self.register_parameter(name, nn.Parameter(value.clone(memory_format=torch.preserve_format)))
+            elif name not in ("wide", "eighth"):  # DDP and gloo cannot send them
+                self.register_buffer(name, value)
+
+    def training_step(self, batch, batch_idx):
+        used = [self.last, self.turned, self.permuted, self.scalar, self.none, self.bf16, self.fp64]
+        more = sum(value.float().pow(2).sum() for value in used) + self.complex.abs().sum()
+        return super().training_step(batch, batch_idx) + 0.1 * more
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("when", ["save", "later"])
+def test_our_folders_with_tensors_of_all_kinds(when, stage, tmp_path):
+    path = tmp_path / "it.ckpt"
+    weights, state = on_ranks(2, tmp_path, str(stage), cls=Kinds, **{when: path})
+    plain = {"state_dict": {name: torch.zeros_like(value) for name, value in weights.items()}}
+    dcp.load(plain, checkpoint_id=path, no_dist=True)
+    for found in [plain["state_dict"], load_from_checkpoint(Kinds, path).state_dict()]:
+        assert_same_bits(found, weights)
+    again = on_ranks(3, tmp_path, "2", cls=Kinds, load=path)
+    assert_same_bits(again[0], weights)
+    assert_same_state(again[1], state)
+
+
+def assert_same_bits(got, want):
+    assert sorted(got) == sorted(want)
+    for name, value in want.items():
+        assert got[name].dtype == value.dtype and got[name].shape == value.shape
+        assert as_bytes(got[name]) == as_bytes(value), name
+
+
+class Odd(Net):
+    """Buffers that are more than numbers in a row."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        values = torch.complex(torch.randn(3), torch.randn(3))
+        self.register_buffer("conjugated", values.conj())
+        self.register_buffer("negated", values.conj().imag)
+        self.register_buffer("sparse", torch.eye(3).to_sparse())
+        self.register_buffer("eighth", torch.randn(4).to(torch.float8_e4m3fn))
+
+
+def test_odd_buffers(tmp_path):
+    path = tmp_path / "it.ckpt"
+    run_ranks(save_odd, 1, path)
+    got, want = load_from_checkpoint(Odd, path), Odd()
+    assert torch.equal(got.sparse.to_dense(), torch.eye(3)) and as_bytes(got.eighth) == as_bytes(want.eighth)
+    assert torch.equal(got.conjugated, want.conjugated) and torch.equal(got.negated, want.negated)
+
+
+def save_odd(rank, world_size, path):
+    trainer(rank, world_size, path.parent, strategy_of("3", 1), callbacks=[Save(path)]).fit(Odd(), loader())

@@ -11,6 +11,9 @@ from lightning_zero.checkpoint import folders, reader
 
 Loaded = TypeVar("Loaded")
 
+VERSION = "pytorch-lightning_version"
+"""What Lightning's checkpoints say of themselves, so that later versions can read them; Fabric's do not."""
+
 
 def load_from_checkpoint(
     cls: type[Loaded],
@@ -48,6 +51,7 @@ def load_from_checkpoint(
     saving = import_module(f"{package}.core.saving")
     migration = import_module(f"{package}.utilities.migration")
     checkpoint = reader.checkpoint(reader.Folder(source), weights_only)
+    checkpoint.setdefault(VERSION, import_module(package).__version__)
     checkpoint.pop("optimizer_states", None)
     checkpoint = migration.migrate_checkpoint(checkpoint)[0]
     key = cls.CHECKPOINT_HYPER_PARAMS_KEY  # type: ignore[attr-defined]

@@ -140,8 +140,13 @@ class PartPlanner(DefaultSavePlanner):
 
 
 def _in_order(tensor: Tensor) -> Tensor:
-    """On the CPU, row-major and with nothing left to compute (conjugates): the reader takes it to be so."""
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    """On the CPU, and row-major: our reader takes elements from where they are then, and does not look at strides."""
+    there = tensor.detach().cpu()
+    return there.resolve_conj().resolve_neg().contiguous() if _is_dense(there) else there
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def _boxes(part: OwnPart, is_coordinator: bool) -> list[tuple[Box, int]]:
@@ -164,7 +169,7 @@ def _item(name: str, value: Tensor, box: Box, kind: WriteItemType = WriteItemTyp
 
 
 def _whole_item(name: str, value: Any) -> WriteItem:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and _is_dense(value):
         return _item(name, value, whole(value.shape), WriteItemType.TENSOR)
     return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
 
@@ -240,7 +245,7 @@ def _alone(tensor: Tensor) -> Tensor:
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     if not tensor.numel():
-        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
     as_bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return torch.from_numpy(as_bytes).view(tensor.dtype).view(tensor.shape)
 

@@ -114,7 +114,12 @@ class StoredTensor(Elsewhere):
     def _keep(self) -> Tensor:
         if self._kept is None:
             kept = self._kept = self._read()
-            self.elements = lambda dims, start, stop: kept.detach().permute(tuple(dims)).reshape(-1)[start:stop].clone()
+
+            def elements(dims: Sequence[int], start: int, stop: int, out: Tensor | None = None) -> Tensor:
+                part = kept.detach().permute(tuple(dims)).reshape(-1)[start:stop]
+                return part.clone() if out is None else out.copy_(part)
+
+            self.elements = elements
         return self._kept
 
     @classmethod
