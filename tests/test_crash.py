@@ -8,6 +8,7 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -31,6 +32,11 @@ from lightning_zero.checkpoint.background import Background
 
 def sharded(stage=3, **settings):
     return zero(stage, state_dict_type="sharded", **settings)
+
+
+def in_full(*values):
+    """Parameters that are left out by default."""
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
 def left_behind(path):
@@ -153,7 +159,7 @@ def test_a_place_that_not_all_ranks_see(rank, world_size, later, tmp_path, monke
 
 
 @distributed(world_size=2, timeout=40)
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [1, in_full(0)])
 def test_a_save_on_one_rank_only_is_an_error(rank, world_size, who, tmp_path):
     path = tmp_path / "work" / "x.ckpt"
 
@@ -215,7 +221,7 @@ def faulty_disk(error, after=0):
 
 
 @distributed(world_size=2, timeout=40)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["full", "unpicklable", in_full("memory")])
 def test_a_fault_on_one_rank_is_an_error_on_all_and_leaves_the_old_one(rank, world_size, fault, tmp_path):
     make, words = FAULTS[fault]
     path = tmp_path / "work" / "x.ckpt"
@@ -367,14 +373,14 @@ def test_damage_is_one_error_on_all_ranks_that_names_the_file(rank, world_size, 
         torch.distributed.barrier()
 
 
-def test_every_flipped_bit_of_a_small_manifest_is_found_or_harmless(tmp_path):
+def test_a_flipped_bit_of_a_manifest_is_found_or_harmless(tmp_path):
     """Whatever a flip makes of it: an error that says so, or still the same values."""
     path = tmp_path / "x.ckpt"
     path.mkdir()
     files = {"a": manifest.write_file(path / "a", bytes(3_000_000)), "b": manifest.write_file(path / "b", b"123")}
     manifest.write(path, files)
     content = (path / manifest.NAME).read_bytes()
-    for place in range(8 * len(content)):
+    for place in random.Random(1).sample(range(8 * len(content)), 800):
         changed = bytearray(content)
         changed[place // 8] ^= 1 << place % 8
         (path / manifest.NAME).write_bytes(changed)
@@ -623,6 +629,99 @@ def test_links_are_removed_as_links_and_follow_what_is_whole(tmp_path):
         folders.refuse_dangling([str(link)])
 
 
+FILE_SYSTEM = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "ctypes.dlsym"}  # renameat2
+
+
+def survives(work, calls):
+    """Whether a process comes to the end of ``work`` if it is killed before the call to the file system of a number."""
+    pid = os.fork()
+    if pid == 0:
+        left = [calls]
+
+        def count(event, _):
+            if event in FILE_SYSTEM:
+                left[0] -= 1
+                if left[0] < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+        work()
+        os._exit(0)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+WAYS = {
+    "folder over folder": (lambda a, b, last: saved(a, "old"), lambda a, b, last: saved(a)),
+    "folder over file": (lambda a, b, last: a.write_text("old"), lambda a, b, last: saved(a)),
+    "folder over link": (lambda a, b, last: (saved(b, "old"), a.symlink_to(b.name)), lambda a, b, last: saved(a)),
+    "file over folder": (lambda a, b, last: saved(a, "old"), lambda a, b, last: full.write({"new": 1}, a)),
+    "file over file": (lambda a, b, last: full.write({"old": 1}, a), lambda a, b, last: full.write({"new": 1}, a)),
+    "link over folder": (lambda a, b, last: (saved(a, "old"), saved(b)), lambda a, b, last: folder.link(a, b)),
+    "link over link": (
+        lambda a, b, last: (saved(last, "old"), saved(b), a.symlink_to(last.name)),
+        lambda a, b, last: folder.link(a, b),
+    ),
+    "remove what a link leads to": (
+        lambda a, b, last: (saved(b, "old"), saved(last), a.symlink_to(b.name)),
+        lambda a, b, last: folder.remove(b),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_killed_before_each_call_to_the_file_system(way, exchange, tmp_path):
+    before, work = WAYS[way]
+    calls, died = 0, True
+    while died:
+        place = tmp_path / str(calls)
+        place.mkdir()
+        paths = place / "a.ckpt", place / "b.ckpt", place / "c.ckpt"
+        before(*paths)
+        died = not survives(lambda paths=paths: work(*paths), calls)
+        found = folder.find(paths[0])
+        assert not found.is_dir() or not manifest.missing(found, manifest.read(found)), calls
+        if found.is_dir() or b"PK" not in found.read_bytes()[:2]:
+            assert text_of(found) in (("old", "new") if died else ("new",)), calls
+        else:
+            assert list(torch.load(found)) in ([["old"], ["new"]] if died else [["new"]]), calls
+        if exchange:
+            assert os.path.exists(paths[0])
+        saved(paths[0], "newest")
+        assert text_of(paths[0]) == "newest" and left_behind(place) == [], calls
+        calls += 1
+    assert calls > (3 if "link" in way else 6)
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name(exchange, tmp_path, monkeypatch):
+    """A cut of power takes what has not been brought to the disk, and may keep a rename that came after it."""
+    target, order = tmp_path / "x.ckpt", []
+    fsync, exchanges = os.fsync, folder._exchange
+
+    def note(descriptor):
+        order.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(folder, "_exchange", lambda *paths: order.append("exchange") or exchanges(*paths))
+    for path_rename in ("rename", "replace"):
+        real = getattr(Path, path_rename)
+        monkeypatch.setattr(
+            Path, path_rename, lambda self, to, real=real: order.append(f"{self.suffix}>{to.suffix}") or real(self, to)
+        )
+    second = ["exchange"] if exchange else ["exchange", ".ckpt>.old", ".part>.ckpt"]
+    for moves in ([".part>.ckpt"], second):
+        saved(target)
+        files, own, rest = order[:3], order[3], order[4:]
+        assert files == [folder.META, folder.METADATA, manifest.NAME] and own.endswith(".part")
+        assert rest == [*moves, tmp_path.name]
+        order.clear()
+    folder.remove(target)
+    order.clear()
+    full.write({}, target)
+    own, first, last = order
+    assert own.endswith(".part") and first == ".part>.ckpt" and last == tmp_path.name
+
+
 # In the background
 
 
@@ -661,7 +760,7 @@ def tensors(path):
 
 
 @distributed(world_size=2, timeout=40)
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [3, in_full(1)])
 def test_training_goes_on_and_what_is_saved_is_of_the_time_of_the_save(rank, world_size, stage, tmp_path, monkeypatch):
     seen = []
     a, b = tmp_path / "work" / "a.ckpt", tmp_path / "work" / "b.ckpt"
@@ -703,6 +802,7 @@ def test_an_error_in_the_background_is_one_on_all_ranks(rank, world_size, who, w
     path, real = tmp_path / "work" / "x.ckpt", os.fsync
 
     def broken(run):
+        run.strategy._background.wait()
         if rank == who:
             monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
         run.save_checkpoint(path)
@@ -726,7 +826,7 @@ def test_an_error_in_the_background_is_one_on_all_ranks(rank, world_size, who, w
 
 @distributed(world_size=2, timeout=40)
 @pytest.mark.parametrize("who", [{0, 1}, {1}], ids=["all", "one"])
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, in_full(SystemExit)])
 def test_a_run_that_ends_with_an_exception_waits_for_the_save(rank, world_size, who, error, tmp_path, monkeypatch):
     path = tmp_path / "work" / "x.ckpt"
 
@@ -786,7 +886,7 @@ def test_a_peer_that_is_killed_during_a_save_leaves_no_rank_hanging(tmp_path):
 
 
 @distributed(world_size=2, timeout=30)
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [0, in_full(1)])
 def test_a_rank_without_its_part_of_a_save_leaves_no_other_waiting(rank, world_size, who, tmp_path, monkeypatch):
     """Its thread has not begun when it fails, and the process lives on, as a notebook's does."""
     path = tmp_path / "work" / "x.ckpt"
@@ -1023,7 +1123,7 @@ CASES = [("sync", True), ("sync", "link"), ("async", True), ("async", "link"), (
     [
         ("sync", True, 3),
         ("async", "link", 3),
-        *(pytest.param(*case, 30, marks=pytest.mark.full) for case in CASES),
+        *(in_full(*case, 30) for case in CASES),
     ],
 )
 def test_a_kill_at_any_moment_costs_at_most_what_was_being_saved(kind, last, kills, tmp_path):
