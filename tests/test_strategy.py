@@ -112,6 +112,8 @@ def test_public_names():
         "__version__",
         "gathered",
         "load_from_checkpoint",
+        "load_safetensors",
+        "save_safetensors",
     ]
     assert all(hasattr(lightning_zero, name) for name in lightning_zero.__all__)
 

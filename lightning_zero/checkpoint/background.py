@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 class Background:
@@ -14,6 +15,10 @@ class Background:
         self._error: Exception | None = None
         self._afterwards: list[Callable[[], None]] = []
         self._lock = threading.Lock()
+
+    def __reduce__(self) -> Any:
+        """A pickled one, for ranks that are about to start, has nothing to do."""
+        return (Background, ())
 
     def start(self, work: Callable[[], None], target: Path) -> None:
         """Begin to write ``target``, once what is under way is done.

@@ -106,7 +106,7 @@ class PartPlanner(DefaultSavePlanner):
         for name, value in self.state_dict.items():
             if isinstance(value, OwnPart):
                 self.aliases[name] = first.setdefault(id(value), name)
-            elif isinstance(value, Tensor) and value.numel():
+            elif isinstance(value, Tensor) and _is_dense(value) and value.numel():
                 memory = value.data_ptr(), value.shape, value.stride(), value.dtype
                 self.aliases[name] = first.setdefault(memory, name)
         self.aliases = {name: stored for name, stored in self.aliases.items() if name != stored}
