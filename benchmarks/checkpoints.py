@@ -31,7 +31,6 @@ from meters import ResidentMemory
 from model import GPT
 from torch import Tensor
 
-import lightning_zero
 from lightning_zero import ZeroStrategy
 
 Way = tuple[str, str, str]
@@ -72,10 +71,10 @@ class Rounds(Callback):
             "sharded": partial(save, trainer, self.folder / "sharded.ckpt", "sharded"),
             "full": partial(save, trainer, self.folder / "full.ckpt", "full"),
             "raw weights": partial(write, weights, values[: size // 3]),
-            #"safetensors": partial(lightning_zero.save_safetensors, module, self.folder / "model.safetensors"),
+            # "safetensors": partial(lightning_zero.save_safetensors, module, self.folder / "model.safetensors"),
         }
         loads = {
-            "raw": partial(read, raw, values),
+            "raw": partial(read, raw),
             "sharded": partial(load, trainer, self.folder / "sharded.ckpt"),
             "full": partial(load, trainer, self.folder / "full.ckpt"),
         }
@@ -105,10 +104,10 @@ def write(path: Path, values: Tensor) -> None:
         os.fsync(file.fileno())
 
 
-def read(path: Path, values: Tensor) -> None:
-    """A plain read into memory that is there."""
+def read(path: Path) -> None:
+    """A plain read, into memory of its own, as whoever loads must do."""
     with path.open("rb", buffering=0) as file:
-        for piece in values.split(CHUNK):
+        for piece in torch.empty(path.stat().st_size, dtype=torch.uint8).split(CHUNK):
             file.readinto(piece.numpy().data)
 
 

@@ -8,6 +8,8 @@ __version__ = "0.1.0"
 
 from lightning_zero.callbacks import ZeroMonitor
 from lightning_zero.checkpoint.load import load_from_checkpoint
+from lightning_zero.checkpoint.safetensors_read import load_safetensors
+from lightning_zero.checkpoint.safetensors_write import save_safetensors
 from lightning_zero.config import LossScaleConfig, OffloadConfig, TrainingConfig, ZeroConfig
 from lightning_zero.engine import PeerError, Tier, TierArray, TierError, Transfer, gathered
 from lightning_zero.registry import register_everywhere
@@ -28,6 +30,8 @@ __all__ = [
     "__version__",
     "gathered",
     "load_from_checkpoint",
+    "load_safetensors",
+    "save_safetensors",
 ]
 
 register_everywhere()

@@ -2,11 +2,13 @@
 
 python -m lightning_zero config ds_config.json               # what becomes of each key of DeepSpeed's JSON
 python -m lightning_zero config ds_config.json --ranks 8     # and the batch sizes on so many ranks
+python -m lightning_zero checkpoint info PATH                # and verify, consolidate, export: of checkpoint folders
 """
 
 import argparse
 import sys
 
+from lightning_zero.checkpoint import commands as commands_of_checkpoints
 from lightning_zero.config.deepspeed import table, translate
 from lightning_zero.training import settings_of
 
@@ -15,16 +17,20 @@ def main(arguments: list[str] | None = None) -> None:
     """Run a command.
 
     Raises:
-        SystemExit: the configuration cannot be used; the message says why.
+        SystemExit: the configuration or checkpoint cannot be used; the message says why.
     """
     parser = argparse.ArgumentParser(prog="python -m lightning_zero")
     commands = parser.add_subparsers(dest="command", required=True)
     config = commands.add_parser("config", help="what becomes of each key of a DeepSpeed configuration")
     config.add_argument("path", help="the JSON file")
     config.add_argument("--ranks", type=int, help="show the batch sizes on so many ranks, too")
+    commands_of_checkpoints.add_parser(commands)
     options = parser.parse_args(arguments)
     try:
-        _explain(options.path, options.ranks)
+        if options.command == "checkpoint":
+            commands_of_checkpoints.run(options)
+        else:
+            _explain(options.path, options.ranks)
     except (ValueError, TypeError, OSError) as error:
         sys.exit(f"\n{error}")
 

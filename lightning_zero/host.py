@@ -34,6 +34,17 @@ def find_communicator(device: torch.device, timeout: timedelta) -> Communicator 
     return comm if world is dist.group.WORLD else None
 
 
+def any_communicator() -> Communicator | None:
+    """One over the present default process group, made if there is none yet; None: there is no group. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    for world, comm in _communicators.values():
+        if world is dist.group.WORLD:
+            return comm
+    clean_up_at_exit()
+    return make_communicator(torch.device("cpu"), timedelta(minutes=30))
+
+
 def make_communicator(device: torch.device, timeout: timedelta) -> Communicator:
     """A new communicator over the default process group. Collective."""
     _, old = _communicators.pop(_Key(device, timeout), (None, None))
@@ -50,7 +61,7 @@ def drop_communicator(comm: Communicator) -> None:
         if known is comm:
             del _communicators[key]
     _failed.append(comm)
-    comm.close()
+    comm.abandon()
 
 
 def clean_up_at_exit() -> None:

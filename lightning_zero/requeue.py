@@ -20,6 +20,8 @@ class Requeue:
         """Whether this rank has got the signal."""
         self.due = False
         """Whether some rank has, and all ranks know it."""
+        self.saving = False
+        """Whether the job goes back into the queue as soon as it is saved, which ends it."""
         self._connector._slurm_sigusr_handler_fn = self._note  # type: ignore[method-assign, assignment]
 
     def give_back(self) -> None:
@@ -35,4 +37,8 @@ class Requeue:
         if self.due and done % self._trainer.accumulate_grad_batches == 0:
             self.received = self.due = False
             signum = self._trainer._accelerator_connector.cluster_environment.requeue_signal  # type: ignore[attr-defined]
-            type(self._connector)._slurm_sigusr_handler_fn(self._connector, signum, None)  # type: ignore[arg-type]
+            self.saving = True
+            try:
+                type(self._connector)._slurm_sigusr_handler_fn(self._connector, signum, None)  # type: ignore[arg-type]
+            finally:
+                self.saving = False

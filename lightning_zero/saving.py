@@ -2,15 +2,19 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero import host
-from lightning_zero.checkpoint import folders, full, reader, sharded
+from lightning_zero.checkpoint import folders, full, reader, sharded, trust
 from lightning_zero.checkpoint.background import Background
+from lightning_zero.checkpoint.safetensors_write import save_safetensors
 from lightning_zero.config import Settings
 from lightning_zero.engine import Communicator, Engine
 from lightning_zero.engine.elsewhere import StoredTensor
@@ -18,6 +22,7 @@ from lightning_zero.engine.expected import expect
 from lightning_zero.engine.materialize import assign_state, is_meta
 from lightning_zero.engine.names import clean_name, names_for
 from lightning_zero.precision import raw_optimizer
+from lightning_zero.requeue import Requeue
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -37,6 +42,7 @@ class CheckpointMethods(_Base):
     _fit_engine: Engine | None
     _settings: Settings
     _background: Background
+    _requeue: Requeue | None
     _failed: bool
     _lost: bool
 
@@ -61,6 +67,13 @@ class CheckpointMethods(_Base):
     @property
     def _saves_folders(self) -> bool:
         return self._settings.training.state_dict_type == "sharded"
+
+    @property
+    def _saves_later(self) -> bool:
+        """Whether a save may go on in the background: not where nothing else goes on, or the process may be ended."""
+        urgent = self._requeue is not None and self._requeue.saving
+        running = self._module.trainer.state.status == "running"
+        return self._settings.training.async_save and running and not urgent
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole module's state on rank 0, ``{}`` on the others; of a sharded checkpoint each rank's part, where the
@@ -143,40 +156,39 @@ class CheckpointMethods(_Base):
         filepath = self.broadcast(filepath)
         if self._saves_folders:
             sharded.agree_on_parts(self._communicator, checkpoint)
-            folders.save(self._communicator, self._background, checkpoint, filepath, storage_options, self._settings)
+            place = self._communicator, self._background, checkpoint, filepath, storage_options
+            add = self._add_16bit_weights if self._settings.training.save_16bit_weights else None
+            folders.save(*place, later=self._saves_later, add=add)
             return
         with host.together(self._comm):
+            if self.is_global_zero:
+                trust.warn_of_objects(checkpoint)
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def _add_16bit_weights(self, folder: Path) -> None:
+        """Write the weights into a checkpoint folder, too. Collective."""
+        fp16 = str(self.precision_plugin.precision).startswith("16")
+        frozen = self._settings.training.exclude_frozen
+        path, dtype = folder / "model.safetensors", torch.float16 if fp16 else torch.bfloat16
+        save_safetensors(self._module, path, dtype=dtype, exclude_frozen=frozen)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint on every rank, from rank 0's path. Collective; an error is raised on all ranks.
 
         Of a folder, tensors are read when they are used, and each rank reads its part.
         """
-        self._background.wait()
         checkpoint_path = self.broadcast(checkpoint_path)
         with host.together(self._comm):
+            self._background.wait()
             found = folders.find(checkpoint_path)
             if found is None:
                 return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
             return reader.checkpoint(reader.Folder(found), weights_only)
 
-    def _refuse_dangling_links(self) -> None:
-        """Lightning takes ``ckpt_path="last"`` for None where the link leads nowhere: it would start afresh.
-
-        Raises:
-            FileNotFoundError: there is such a link where a ModelCheckpoint looks for its last checkpoint.
-        """
-        trainer = self._module.trainer
-        if trainer.ckpt_path is None:
-            for callback in trainer.checkpoint_callbacks:
-                if hasattr(callback, "_find_last_checkpoints"):
-                    folders.refuse_dangling(callback._find_last_checkpoints(trainer))
-
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, once a newer one that is being written is complete."""
-        if self.is_global_zero and not folders.remove(self._background, filepath):
-            super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            folders.remove(self._background, filepath, partial(super().remove_checkpoint, filepath))
 
 
 def is_stand_in(optimizer: Optimizer) -> bool:

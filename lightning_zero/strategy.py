@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero import between_steps, host
+from lightning_zero import between_steps, host, model_checkpoint
 from lightning_zero.checkpoint.background import Background
 from lightning_zero.config import Given, with_settings
 from lightning_zero.configured import ConfiguredMethods
@@ -71,7 +71,7 @@ class ZeroMethods(ConfiguredMethods, StepMethods, CheckpointMethods):
         self._engine: Engine | None = None  # while the module is sharded or hooked
         self._sharded: nn.Module | None = None  # the module of _engine
         self._fit_engine: Engine | None = None  # keeps the optimizer state of the last fit for later saves
-        self._shut_out: Callable[[], None] | None = None  # takes back what lets callbacks read parameters
+        self._shut_out: list[Callable[[], None]] = []  # takes back what lets callbacks read parameters, and so on
         self._background = Background()  # a save that goes on while training does
         self._last_backward = True
         self._failed = False  # the last run ended with an exception on this rank
@@ -128,7 +128,7 @@ class ZeroMethods(ConfiguredMethods, StepMethods, CheckpointMethods):
         self._comm = comm
         self._apply_settings(self._communicator)
         with host.together(self._comm):
-            self._refuse_dangling_links()
+            model_checkpoint.refuse_what_killed_processes_left(self._module.trainer)
 
     def setup(self, trainer: "Trainer") -> None:
         """Make optimizers on the plain module, then shard it."""
@@ -165,7 +165,8 @@ class ZeroMethods(ConfiguredMethods, StepMethods, CheckpointMethods):
                 for optimizer in self.optimizers:
                     self._running.sharded(raw_optimizer(optimizer))
             self._fit_engine = self._engine
-            self._shut_out = between_steps.let_in(trainer.callbacks, self._running, model)  # type: ignore[attr-defined]
+            self._shut_out.append(between_steps.let_in(trainer.callbacks, self._running, model))  # type: ignore[attr-defined]
+            self._shut_out.append(model_checkpoint.let_in(trainer, self._background))
         self.setup_precision_plugin()
 
     def _attach(self, module: nn.Module) -> None:
@@ -276,7 +277,9 @@ class ZeroMethods(ConfiguredMethods, StepMethods, CheckpointMethods):
         """Tell the other ranks; from here on this rank takes part in no collective."""
         super().on_exception(exception)
         self._failed = True
-        self._background.wait_quietly()
+        unsaved = self._background.outcome()
+        if unsaved is not None and str(unsaved) not in str(exception):
+            exception.add_note(f"And a save that was under way has failed: {unsaved}")
         if self._sigterm is not None:
             self._sigterm.explain(exception)
         if "saved tensor hooks" in str(exception):  # torch.func's words
@@ -289,13 +292,11 @@ class ZeroMethods(ConfiguredMethods, StepMethods, CheckpointMethods):
 
     def teardown(self) -> None:
         """Leave whole, plain parameters on every rank if the host has the memory for them."""
-        if self._shut_out is not None:
-            self._shut_out()
-            self._shut_out = None
+        while self._shut_out:
+            self._shut_out.pop()()
         self._end_steps()
         self._forget_settings()
-        if not self._failed:
-            self._background.wait()
+        unsaved = self._background.outcome()
         whole = self._release()
         self._lost = self._failed and not whole
         if self._failed and self._comm is not None:
@@ -309,6 +310,8 @@ class ZeroMethods(ConfiguredMethods, StepMethods, CheckpointMethods):
             super().teardown()
         finally:
             self._lightning_module = module
+        if unsaved is not None and not self._failed:
+            raise unsaved  # when the weights are whole again: a save that failed must not cost them
 
     def _release(self) -> bool:
         """End the engine's hold on the module; whether the module's parameters are whole now."""

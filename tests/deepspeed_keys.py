@@ -257,9 +257,9 @@ stage3_prefetch_bucket_size = 0 -> honoured; prefetch=0
 stage3_prefetch_bucket_size = 5e7 -> honoured
 stage3_param_persistence_threshold = 1e5 -> honoured; persistence_threshold=100000
 stage3_model_persistence_threshold = 1e6 -> honoured; persistence_limit=1000000
-stage3_gather_16bit_weights_on_model_save = true -> honoured
-stage3_gather_16bit_weights_on_model_save = false -> no effect
-stage3_gather_fp16_weights_on_model_save = true -> old name
+stage3_gather_16bit_weights_on_model_save = true -> honoured; save_16bit_weights=true
+stage3_gather_16bit_weights_on_model_save = false -> honoured; save_16bit_weights=false
+stage3_gather_fp16_weights_on_model_save = true -> old name; save_16bit_weights=true
 stage3_module_granularity_threshold = 100 -> no effect
 stage3_use_all_reduce_for_fetch_params = true -> no effect
 stage3_allgather_sequential = true -> honoured
@@ -268,7 +268,7 @@ max_reuse_distance = 1e9 -> old name
 prefetch_bucket_size = 0 -> old name; prefetch=0
 param_persistence_threshold = 1e5 -> old name; persistence_threshold=100000
 model_persistence_threshold = 1e6 -> old name; persistence_limit=1000000
-gather_16bit_weights_on_model_save = false -> old name
+gather_16bit_weights_on_model_save = false -> old name; save_16bit_weights=false
 module_granularity_threshold = 100 -> old name
 use_all_reduce_for_fetch_params = true -> old name
 allgather_sequential = false -> old name

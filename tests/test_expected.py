@@ -60,10 +60,11 @@ class Reader:
         return {name: self.store(value) for name, value in state.items()}
 
     def store(self, value):
-        def elements(dims, start, stop):
+        def elements(dims, start, stop, out=None):
             self.elements += stop - start
             self.highest = max(self.highest, allocated())
-            return value.detach().permute(tuple(dims)).reshape(-1)[start:stop].clone()
+            found = value.detach().permute(tuple(dims)).reshape(-1)[start:stop].clone()
+            return found if out is None else out.copy_(found)
 
         return StoredTensor(value.shape, value.dtype, elements)
 
@@ -298,3 +299,30 @@ def test_a_waiting_parameter_is_what_it_seems():
         assert torch.equal(pickle.loads(pickle.dumps(module)).turned, whole["turned"])
         assert type(module.turned) is nn.Parameter
         copied.load_state_dict(whole)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_from_meta(rank, world_size, stage):
+    """Autograd sees no writes where there are none: gathering a unit again is none."""
+
+    def make():
+        return nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+
+    results = []
+    with communicator() as comm:
+        for module in (filled(make), on_meta(make)):
+            if module[0].weight.is_meta:
+                expect(module, Reader()(filled(make).state_dict()))
+            engine = build(comm, module, stage)
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+            for _ in range(2):
+                with engine.forward():
+                    loss = module(torch.full((2, 16), rank + 1.0)).sin().sum()
+                with engine.backward():
+                    loss.backward()
+                engine.step(optimizer)
+                optimizer.zero_grad()
+            engine.release(whole=True)
+            results.append(module.state_dict())
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])

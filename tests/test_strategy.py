@@ -111,6 +111,7 @@ def test_public_names():
         "ZeroStrategy",
         "__version__",
         "gathered",
+        "load_from_checkpoint",
     ]
     assert all(hasattr(lightning_zero, name) for name in lightning_zero.__all__)
 

@@ -1,17 +1,19 @@
 """Reads parts of a folder's files, and checks what it reads against the manifest."""
 
 import os
+import weakref
 import zlib
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import BinaryIO
 
 from lightning_zero.checkpoint.manifest import BLOCK, FileSum
 
+AHEAD = 8 * BLOCK
+"""Bytes that the disk is asked for before they are needed."""
+
 
 class CheckedFile:
-    """A file of a checkpoint. Parts that are read are whole blocks where there are checksums.
+    """A file of a checkpoint. Where there are checksums, whole blocks are read and checked.
 
     Args:
         path: of the file.
@@ -20,48 +22,68 @@ class CheckedFile:
 
     def __init__(self, path: Path, expected: FileSum | None) -> None:
         self.path, self._expected = path, expected
-        self._descriptor = os.open(path, os.O_RDONLY)
-        self._size = os.fstat(self._descriptor).st_size
-        self._last: tuple[int, Tensor] = 0, torch.empty(0, dtype=torch.uint8)
-        """The end of what was read last: small neighbours lie in one block."""
+        self.file: BinaryIO = path.open("rb", buffering=0)
+        weakref.finalize(self, self.file.close)
+        self._size = os.fstat(self.file.fileno()).st_size
+        self._ahead = 0
+        self._last = -1, b""
+        """Number and content of the block of which a part was read last: small neighbours lie in one."""
 
     def close(self) -> None:
-        """Let go of the file."""
-        os.close(self._descriptor)
+        """Let go of the file now, and not when the last tensor that can be read from it is gone."""
+        self.file.close()
 
-    def read(self, start: int, size: int) -> Tensor:
-        """Bytes ``start`` to ``start + size``, 1-D ``uint8``; of small parts not to be written to.
+    def read(self, start: int, out: memoryview) -> None:
+        """Fill ``out`` with the bytes from ``start`` on.
 
         Raises:
             ValueError: the file is too short, or is not what has been written.
         """
-        first, values = self._last
-        if not first <= start <= start + size <= first + values.numel():
-            first = start if self._expected is None else start - start % BLOCK
-            stop = start + size if self._expected is None else min(self._size, -(-(start + size) // BLOCK) * BLOCK)
-            values = self._read(first, stop)
-            self._check(first, values)
-            tail = max(values.numel() - 1, 0) // BLOCK * BLOCK
-            self._last = first + tail, values[tail:] if tail == 0 else values[tail:].clone()
-        return values[start - first : start - first + size]
-
-    def _read(self, start: int, stop: int) -> Tensor:
-        values = torch.empty(max(stop - start, 0), dtype=torch.uint8)
-        view, done = values.numpy().data, 0
-        while done < len(view):
-            count = os.preadv(self._descriptor, [view[done:]], start + done)
-            if count == 0:
-                raise ValueError(f"{self.path} is too short: it has {self._size:,} bytes, and {stop:,} are needed.")
-            done += count
-        return values
-
-    def _check(self, start: int, values: Tensor) -> None:
         if self._expected is None:
+            self._read(start, out)
             return
-        view = values.numpy().data
-        for number, low in enumerate(range(0, len(view), BLOCK), start // BLOCK):
-            if zlib.crc32(view[low : low + BLOCK]) != self._expected.sums[number]:
+        done = 0
+        while done < len(out):
+            number, offset = divmod(start + done, BLOCK)
+            size = min(BLOCK, self._size - number * BLOCK)
+            if offset == 0 and size <= len(out) - done:  # straight into its place
+                block = out[done : done + size]
+                self._read(number * BLOCK, block)
+                self._check(number, block)
+                done += size
+                continue
+            part = self._block(number, size)[offset : offset + len(out) - done]
+            out[done : done + len(part)] = part
+            done += len(part)
+
+    def _block(self, number: int, size: int) -> memoryview:
+        if self._last[0] != number:
+            values = bytearray(size)
+            self._read(number * BLOCK, memoryview(values))
+            self._check(number, values)
+            self._last = number, bytes(values)
+        return memoryview(self._last[1])
+
+    def _read(self, start: int, out: memoryview) -> None:
+        self._read_ahead(start + len(out))
+        done = 0
+        while done < len(out):
+            count = os.preadv(self.file.fileno(), [out[done:]], start + done)
+            if count == 0:
                 raise ValueError(
-                    f"{self.path} is damaged between bytes {number * BLOCK:,} and "
-                    f"{min((number + 1) * BLOCK, self._size):,}: its checksum is another. Use another checkpoint."
+                    f"{self.path} is too short: it has {self._size:,} bytes, and {start + len(out):,} are needed."
                 )
+            done += count
+
+    def _read_ahead(self, position: int) -> None:
+        """Let the disk go on while this rank sums what it has."""
+        if not 0 <= self._ahead - position <= AHEAD and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.file.fileno(), position, AHEAD, os.POSIX_FADV_WILLNEED)
+            self._ahead = position + AHEAD
+
+    def _check(self, number: int, values: memoryview | bytearray) -> None:
+        if self._expected is not None and zlib.crc32(values) != self._expected.sums[number]:
+            raise ValueError(
+                f"{self.path} is damaged between bytes {number * BLOCK:,} and "
+                f"{min((number + 1) * BLOCK, self._size):,}: its checksum is another. Use another checkpoint."
+            )

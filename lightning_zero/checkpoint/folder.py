@@ -1,19 +1,19 @@
 """A checkpoint folder is there as a whole or not at all.
 
 It is made under a temporary name beside its place, brought to the disk, and put into its place by one rename. An old
-one is exchanged for it in the same instant and removed afterwards.
+one is exchanged for it in the same instant and removed afterwards. The same for a file or a link where a folder is.
 """
 
 import ctypes
+import errno
 import os
-import shutil
-import socket
 import sys
-from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
-from uuid import uuid4
 
-from lightning_zero.checkpoint import manifest
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_zero.checkpoint import manifest, temporary
 
 META = "meta.pt"
 """All that is neither module nor optimizer: loops, callbacks, schedulers, hyperparameters. Lightning's name."""
@@ -24,62 +24,91 @@ METADATA = ".metadata"
 
 def is_folder(path: Path) -> bool:
     """Whether a path is a checkpoint folder, of Lightning's strategies or ours, whole or not."""
-    return path.is_dir() and any((path / name).exists() for name in (META, METADATA, manifest.NAME))
+    return path.is_dir() and (any((path / name).exists() for name in (META, METADATA)) or _lists(path) is not None)
 
 
-def new_part(target: Path) -> Path:
-    """Make a folder in which the one that will be ``target`` is written."""
-    _sweep(target.parent)
-    part = target.parent / f".{target.name}.{_owner()}-{uuid4().hex[:8]}.part"
-    part.mkdir(parents=True)
+def _lists(path: Path) -> set[str] | None:
+    """The files of which a folder's manifest speaks; None if it has none that is ours."""
+    try:
+        files = manifest.read(path)
+    except ValueError:
+        return None
+    return files if files is None else {*files}
+
+
+def refuse_foreign(target: Path) -> None:
+    """Make sure that nothing is lost when a checkpoint takes the place of what is there.
+
+    Raises:
+        IsADirectoryError: it is a directory, and holds what is no part of a checkpoint.
+    """
+    if target.is_symlink() or not target.is_dir():
+        return
+    names = sorted(path.name for path in target.iterdir())
+    if is_folder(target):
+        own = {META, manifest.NAME, *(_lists(target) or ())}
+        names = [name for name in names if name not in own and not fnmatch(name, "*.distcp") and name[0] != "."]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise IsADirectoryError(
+            f"{target} is a directory with other things than a checkpoint ({', '.join(names[:3])}{more}), which would "
+            "be lost: save under another name, or move them."
+        )
+
+
+def new_part(target: Path, *, file: bool = False) -> Path:
+    """Make a folder, or a file, in which what will be ``target`` is written. :func:`temporary.drop` it afterwards.
+
+    Raises:
+        OSError: there can be none.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.sweep(target)
+        part = temporary.name(target)
+        if file:
+            part.touch(exist_ok=False)
+        else:
+            part.mkdir()
+    except OSError as error:
+        words = f"{target} was not saved: {target.parent} takes nothing new ({error.strerror}). Save elsewhere"
+        raise OSError(error.errno, f"{words}, see ModelCheckpoint(dirpath=...) or save_checkpoint(path).") from error
     return part
 
 
-def _owner() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}"
-
-
-def _sweep(parent: Path) -> None:
-    """Remove what processes of this host that have been killed were writing."""
-    for part in parent.glob(f".*.{socket.gethostname()}-*-*.part"):
-        with suppress(ValueError):
-            pid = int(part.name.split("-")[-2])
-            if not _is_alive(pid):
-                remove(part)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
 def commit(part: Path, target: Path) -> None:
-    """Put a complete folder into its place; what was there goes, and not before.
+    """Put a complete folder, file or link into its place; what was there goes, and not before.
 
     Raises:
         OSError: it cannot be.
     """
-    _sync(part)
+    if not part.is_symlink():
+        sync(part)
     aside = None
-    if target.is_symlink() or target.exists():
+    if _is_directory(part) and not os.path.lexists(target):
+        part.rename(target)
+    elif _is_directory(part) or _is_directory(target):
         aside = part if _exchange(part, target) else _move_aside(part, target)
     else:
-        part.rename(target)
-    _sync(target.parent)
-    if aside is not None:
-        remove(aside)
+        part.replace(target)
+    sync(target.parent)
+    if aside is not None and (error := temporary.drop(aside)):
+        rank_zero_warn(f"{target} is saved. What was there before could not be removed: {error}. It is {aside} now.")
+
+
+def _is_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _move_aside(part: Path, target: Path) -> Path:
     """For file systems that cannot exchange: between the two renames the old one has another name, and is whole."""
-    aside = part.with_suffix(".old")
+    aside = temporary.name(target, "old")
     target.rename(aside)
-    part.rename(target)
+    try:
+        part.rename(target)
+    except BaseException:
+        aside.rename(target)
+        raise
     return aside
 
 
@@ -97,26 +126,31 @@ def remove(path: Path) -> None:
 
     A link beside it that leads to it (``save_last="link"``) leads to the newest whole folder from now on.
     """
-    if not path.name.endswith((".part", ".old")):
-        _redirect_links(path)
+    _redirect_links(path)
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
-        # under another name first: half of a folder must not look like a checkpoint
-        doomed = path if path.name.endswith((".part", ".old")) else path.parent / f".{path.name}.{_owner()}-gone.part"
-        if doomed is not path:
-            path.rename(doomed)
-        shutil.rmtree(doomed)
+        doomed = temporary.name(path)  # half of a folder must not look like a checkpoint
+        path.rename(doomed)
+        if error := temporary.drop(doomed):
+            rank_zero_warn(f"{path} could not be removed: {error}. What is left of it is {doomed} now.")
+
+
+def link(path: Path, target: Path) -> None:
+    """Make ``path`` a link to ``target``, in one instant."""
+    new = temporary.name(path, "link")
+    new.symlink_to(os.path.relpath(target, path.parent))
+    try:
+        commit(new, path)
+    finally:
+        temporary.drop(new)
 
 
 def _redirect_links(gone: Path) -> None:
-    links = [link for link in gone.parent.iterdir() if link.is_symlink() and link != gone]
-    for link in (link for link in links if link.resolve() == gone.resolve()):
-        others = _whole_beside(gone)
-        if others:
-            new = link.with_name(f".{link.name}.{_owner()}.link")
-            new.symlink_to(others[-1].name)
-            new.replace(link)
+    links = [path for path in gone.parent.iterdir() if path.is_symlink() and path != gone]
+    for path in (path for path in links if path.resolve() == gone.resolve() and not temporary.is_temporary(path)):
+        if others := _whole_beside(gone):
+            link(path, others[-1])
 
 
 def _whole_beside(path: Path) -> list[Path]:
@@ -125,10 +159,14 @@ def _whole_beside(path: Path) -> list[Path]:
     return sorted(found, key=lambda other: (other / manifest.NAME).stat().st_mtime)
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise  # some file systems have no such thing for directories
     finally:
         os.close(descriptor)
 
@@ -144,8 +182,7 @@ def find(path: Path) -> Path:
     """
     if path.exists():
         return path
-    moved = [old for old in path.parent.glob(f".{path.name}.*.old") if is_folder(old)]
-    if moved:
+    if moved := temporary.olds(path):
         return moved[0]
     if path.is_symlink():
         if whole := _whole_beside(path):
@@ -156,7 +193,7 @@ def find(path: Path) -> Path:
 
 def is_whole(path: Path) -> bool:
     """Whether a path is a folder of ours in which nothing is missing."""
-    if path.name.endswith((".part", ".old")):
+    if temporary.is_temporary(path):
         return False
     try:
         files = manifest.read(path)

@@ -1,16 +1,16 @@
 """Saving, finding and removing checkpoint folders for a strategy."""
 
 import os
-from collections.abc import Iterable
+import socket
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_zero import host
-from lightning_zero.checkpoint import folder, sharded, trust
+from lightning_zero.checkpoint import folder, sharded, temporary, trust
 from lightning_zero.checkpoint.background import Background
 from lightning_zero.checkpoint.writer import write_folder
-from lightning_zero.config import Settings
 from lightning_zero.engine import Communicator
 
 
@@ -26,41 +26,64 @@ def save(
     checkpoint: dict[str, Any],
     filepath: Any,
     storage_options: Any,
-    settings: Settings,
+    *,
+    later: bool,
+    add: Callable[[Path], None] | None,
 ) -> None:
-    """Write a checkpoint folder; with ``async_save`` only copy what goes into it, and write it later. Collective.
+    """Write a checkpoint folder; or only copy what goes into it, and write it ``later``. Collective.
+
+    Args:
+        comm, background, checkpoint, filepath, storage_options: the strategy's, and what Lightning passes.
+        later: whether to write in the background.
+        add: writes more files into the folder, at once. Collective.
 
     Raises:
         RuntimeError: it cannot be written, on all ranks; what was at ``filepath`` stays.
     """
-    background.wait()
-    later = settings.training.async_save
-    with host.together(comm):
-        target = _target(filepath, storage_options)
-        sections, meta = sharded.split(checkpoint)
-        content = b""
-        part = target
-        if comm.rank == 0:
-            content = sharded.pack(meta)
-            trust.warn_of_objects(meta, content)
-            part = folder.new_part(target)
+    part: Path | None = None
+    try:
+        with host.together(comm):
+            background.wait()
+            target = _target(filepath, storage_options)
+            sections, meta = sharded.split(checkpoint)
+            content = b""
+            if comm.rank == 0:
+                content = sharded.pack(meta)
+                trust.warn_of_objects(checkpoint)
+                part = folder.new_part(target)
+            if later:
+                sections = sharded.snapshot(sections)
+        place: Path = comm.collect(part)[0]
+        with host.together(comm):
+            _refuse_unseen(place, target)
+        if add is not None:
+            add(place)
+        group = comm.background() if later else comm.meeting
+        work = partial(_write, comm.rank, partial(write_folder, sections, content, place, target, group), place)
         if later:
-            sections = sharded.snapshot(sections)
-    part = comm.collect(part)[0]
-    group = comm.background() if later else comm.meeting
-    work = partial(_write, comm.rank, partial(write_folder, sections, content, part, target, group), part)
-    if later:
-        background.start(work)
-    else:
+            background.start(work, target)
+    except BaseException:
+        if part is not None:
+            temporary.drop(part)
+        raise
+    if not later:
         work()
 
 
-def _write(rank: int, write: Any, part: Path) -> None:
+def _write(rank: int, write: Callable[[], None], part: Path) -> None:
     try:
         write()
     finally:
         if rank == 0:
-            folder.remove(part)
+            temporary.drop(part)
+
+
+def _refuse_unseen(part: Path, target: Path) -> None:
+    if not part.is_dir():
+        raise FileNotFoundError(
+            f"{target} was not saved: the directory {part.parent} of rank 0 is not that of {socket.gethostname()}. "
+            'state_dict_type="sharded" needs a path that all ranks reach, on a file system that the hosts share.'
+        )
 
 
 def _target(filepath: Any, storage_options: Any) -> Path:
@@ -70,8 +93,7 @@ def _target(filepath: Any, storage_options: Any) -> Path:
     if storage_options is not None:
         raise TypeError('storage_options are for a CheckpointIO, which state_dict_type="sharded" does not use.')
     target = target.absolute()
-    if target.is_dir() and not target.is_symlink() and not folder.is_folder(target) and any(target.iterdir()):
-        raise IsADirectoryError(f"{target} is a directory, and not a checkpoint: save under another name.")
+    folder.refuse_foreign(target)
     return target
 
 
@@ -79,13 +101,20 @@ def find(filepath: Any) -> Path | None:
     """The checkpoint folder that a path names; None if it names something else.
 
     Raises:
-        FileNotFoundError: it is a link that leads nowhere, and there is no whole folder beside it.
+        FileNotFoundError: there is nothing; it is a directory with other things; it is a link that leads nowhere, and
+            there is no whole folder beside it.
     """
     path = local(filepath)
     if path is None or path.is_file():
         return None
     found = folder.find(path)
-    return found if found.is_dir() else None
+    if not found.is_dir():
+        return None
+    if not folder.is_folder(found):
+        inside = sorted(item.name for item in found.iterdir())
+        there = f"It holds {', '.join(inside[:5])}{', ...' if len(inside) > 5 else ''}" if inside else "It is empty"
+        raise FileNotFoundError(f"{found} is a directory, and not a checkpoint. {there}.")
+    return found
 
 
 def refuse_dangling(paths: Iterable[str]) -> None:
@@ -106,10 +135,31 @@ def refuse_dangling(paths: Iterable[str]) -> None:
             )
 
 
-def remove(background: Background, filepath: Any) -> bool:
-    """Remove a folder or a link, once what is being written is complete; False if it is something else."""
+def refuse_moved(directory: Path | None, begin: str) -> None:
+    """Raise where a checkpoint whose name begins so has been moved aside, and nothing has come into its place.
+
+    Raises:
+        FileNotFoundError: the message says what it is called now.
+    """
+    for old, name in temporary.all_olds(directory) if directory is not None else ():
+        path = old.with_name(name)
+        if name.startswith(begin) and not os.path.lexists(path):
+            raise FileNotFoundError(
+                f"{path} is called {old.name} now: the process that was about to put a newer one into its place was "
+                f"killed. Rename it, or resume with ckpt_path={str(path)!r}, which finds it."
+            )
+
+
+def remove(background: Background, filepath: Any, otherwise: Callable[[], None]) -> None:
+    """Remove a checkpoint, once what is being written is complete; ``otherwise`` removes what is no folder and no file
+    of this host.
+    """
     path = local(filepath)
-    if path is None or not (path.is_symlink() or folder.is_folder(path)):
-        return False
-    background.afterwards(partial(folder.remove, path.absolute()))
-    return True
+
+    def now() -> None:
+        if path is not None and (path.is_symlink() or path.is_file() or folder.is_folder(path)):
+            folder.remove(path.absolute())
+        else:
+            otherwise()
+
+    background.afterwards(now)

@@ -4,19 +4,17 @@ The names, order and shapes are those of the unsharded module and optimizer, so 
 holds what the file holds; the others never hold more than one unit.
 """
 
-import os
 import zipfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from lightning_zero.checkpoint import folder, temporary
 from lightning_zero.engine import Engine
 
 
@@ -57,18 +55,23 @@ def load_module_state(module: nn.Module, engine: Engine, state: Mapping[str, Any
 
 
 class _Undetached(TorchFunctionMode):
-    """``detach`` returns the engine's parameters themselves: ``keep_vars`` for a ``state_dict()`` of any signature."""
+    """``detach`` returns the engine's parameters themselves (without an engine, all): ``keep_vars`` for a
+    ``state_dict()`` of any signature.
+    """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine | None) -> None:
         super().__init__()
         self.engine = engine
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is Tensor.detach and isinstance(args[0], nn.Parameter) and self.engine.locate(args[0]) is not None:
+        if func is Tensor.detach and isinstance(args[0], nn.Parameter) and self._is_meant(args[0]):
             return args[0]
         return func(*args, **(kwargs or {}))
+
+    def _is_meant(self, param: nn.Parameter) -> bool:
+        return self.engine is None or self.engine.locate(param) is not None
 
 
 class _CatchCopies(TorchFunctionMode):
@@ -89,18 +92,20 @@ class _CatchCopies(TorchFunctionMode):
 
 
 def write(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Write a checkpoint straight from its tensors to a local file; an old file stays until the new one is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{uuid4().hex}.part")
+    """Write a checkpoint straight from its tensors to a local file; what is there stays until the new one is complete.
+
+    Raises:
+        OSError: it cannot be written; or ``path`` is a directory, and no checkpoint.
+    """
+    path = path.absolute()
+    folder.refuse_foreign(path)
+    part = folder.new_part(path, file=True)
     try:
         with part.open("wb") as file:
             torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        folder.commit(part, path)
     finally:
-        with suppress(FileNotFoundError):
-            part.unlink()
+        temporary.drop(part)
 
 
 def read(path: Path, map_location: Any, weights_only: bool | None) -> dict[str, Any]:

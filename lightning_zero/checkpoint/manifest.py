@@ -4,6 +4,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,29 +24,38 @@ class FileSum(NamedTuple):
 
 
 class SummedFile:
-    """A file that is written from front to back; it sums what goes through."""
+    """A file that is written from front to back; it sums what goes through, and sends it to the disk meanwhile."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=0)
         self._size = 0
         self._sums = [0]
+        self._to_disk = ThreadPoolExecutor(1, "lightning_zero disk")
+        self._on_its_way: Future[None] | None = None
 
     def write(self, data: Any) -> int:
         """Append bytes."""
         view = memoryview(data).cast("B")
-        written = 0
-        while written < len(view):
-            written += self._file.write(view[written:])
         done = 0
         while done < len(view):
-            room = BLOCK - self._size % BLOCK
-            piece = view[done : done + room]
+            piece = view[done : done + BLOCK - self._size % BLOCK]
+            piece = piece[: self._file.write(piece)]
             self._sums[-1] = zlib.crc32(piece, self._sums[-1])
             self._size += len(piece)
             done += len(piece)
             if self._size % BLOCK == 0:
                 self._sums.append(0)
+                self._flush_behind()
         return len(view)
+
+    def _flush_behind(self) -> None:
+        if self._on_its_way is None or self._on_its_way.done():
+            self._raise_early()
+            self._on_its_way = self._to_disk.submit(os.fdatasync, self._file.fileno())
+
+    def _raise_early(self) -> None:
+        if self._on_its_way is not None:
+            self._on_its_way.result()
 
     def tell(self) -> int:
         """Bytes written so far."""
@@ -61,6 +71,8 @@ class SummedFile:
     def finish(self) -> FileSum:
         """Bring everything to the disk, and close."""
         try:
+            self._to_disk.shutdown()
+            self._raise_early()
             os.fsync(self._file.fileno())
         finally:
             self._file.close()
@@ -72,6 +84,13 @@ def write_file(path: Path, data: bytes) -> FileSum:
     file = SummedFile(path)
     file.write(data)
     return file.finish()
+
+
+def sum_file(path: Path) -> FileSum:
+    """Sum a file that others have written."""
+    with path.open("rb", buffering=0) as file:
+        sums = [zlib.crc32(block) for block in iter(lambda: file.read(BLOCK), b"")]
+    return FileSum(path.stat().st_size, sums)
 
 
 def write(folder: Path, files: Mapping[str, FileSum]) -> None:
@@ -93,8 +112,12 @@ def read(folder: Path) -> dict[str, FileSum] | None:
         content = json.loads(path.read_bytes())
         if content["block"] != BLOCK:
             raise ValueError(f"blocks of {content['block']} bytes")
-        return {name: FileSum(entry["size"], entry["crc32"]) for name, entry in content["files"].items()}
-    except (ValueError, KeyError, TypeError) as error:
+        files = {name: FileSum(entry["size"], entry["crc32"]) for name, entry in content["files"].items()}
+        for name, (size, sums) in files.items():
+            if not all(type(number) is int for number in (size, *sums)) or len(sums) != -(-size // BLOCK):
+                raise ValueError(f"what it says of {name!r} cannot be")
+        return files
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error}): use another checkpoint.") from error
 
 

@@ -47,4 +47,7 @@ def read(path: Path) -> Metadata:
             raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}.") from error
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise ValueError(f"{path} does not describe a checkpoint.")
+    for name in {info.relative_path for info in found.storage_data.values()}:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{path} names a file outside of its folder: {name}.")
     return found

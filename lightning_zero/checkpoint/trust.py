@@ -1,25 +1,31 @@
 """Objects in a checkpoint that ``torch.load(weights_only=True)`` refuses."""
 
 import io
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 _told: set[str] = set()
 
 
-def warn_of_objects(meta: Mapping[str, Any], content: bytes) -> None:
+def warn_of_objects(checkpoint: Mapping[str, Any]) -> None:
     """Say once which of the user's objects will not load without ``weights_only=False``.
 
     Args:
-        meta: what a checkpoint holds beside tensors.
-        content: the same as a file.
+        checkpoint: as it will be saved; its tensors are not looked at.
     """
-    if not torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content)):
+    light = tree_map_only(Tensor, lambda _: None, dict(checkpoint))
+    try:
+        if _loads(light):
+            return
+        found = [words for words in _refused(light, "") if words not in _told]
+    except Exception:  # it cannot be pickled, or only in the way of the user's CheckpointIO: that will say so
         return
-    found = [words for words in _refused(meta, "") if words not in _told]
     _told.update(found)
     if found:
         rank_zero_warn(
@@ -29,12 +35,17 @@ def warn_of_objects(meta: Mapping[str, Any], content: bytes) -> None:
 
 
 def _refused(value: Any, place: str) -> Iterator[str]:
-    """In words, the innermost values that cannot be loaded."""
+    """In words, the innermost values in plain containers that cannot be loaded."""
     if _loads(value):
         return
-    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    inner = value.items() if type(value) in (dict, OrderedDict) else enumerate(value) if _is_list(value) else ()
     below = [words for key, item in inner for words in _refused(item, f"{place}[{key!r}]")]
-    yield from below or [f"checkpoint{place} ({type(value).__module__}.{type(value).__qualname__})"]
+    kind = value if isinstance(value, type) else type(value)
+    yield from below or [f"checkpoint{place} ({kind.__module__}.{kind.__qualname__})"]
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) in (list, tuple)
 
 
 def _loads(value: Any) -> bool:

@@ -5,10 +5,11 @@ checksums; torch's own writer holds all of them until the end) and how the folde
 """
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,9 @@ from lightning_zero.engine.elsewhere import OwnPart
 Aliases = Mapping[str, str]
 """Further names of items, with the name under which each is stored."""
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
 
 def write_folder(sections: Mapping[str, Any], meta: bytes, part: Path, target: Path, group: dist.ProcessGroup) -> None:
     """Write a checkpoint. Collective over ``group``, whose rank 0 has made the folder ``part``.
@@ -58,10 +62,33 @@ def write_folder(sections: Mapping[str, Any], meta: bytes, part: Path, target: P
     try:
         save(dict(sections), storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:  # not an Exception
-        words = {f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()}
-        raise RuntimeError(f"The checkpoint {target} was not saved. " + "; ".join(sorted(words))) from error
+        own, _ = error.failures.get(dist.get_rank(group), (None, None))
+        if isinstance(own, KeyboardInterrupt | SystemExit):
+            raise own from error
+        words = {f"rank {rank}: {_words(failure)}" for rank, (failure, _) in error.failures.items()}
+        there = "; what was there is as it was" if target.exists() else ""
+        raise RuntimeError(f"The checkpoint {target} was not saved{there}. " + "; ".join(sorted(words))) from error
     finally:
         torch.serialization.set_crc32_options(before)
+
+
+class _Failure(Exception):
+    """An error in words. The ranks tell each other of errors as pickles, and not all of them can be read again."""
+
+
+def _in_words(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    @wraps(method)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            raise _Failure(_words(error)).with_traceback(error.__traceback__) from None
+
+    return call
+
+
+def _words(error: BaseException) -> str:
+    return str(error) if isinstance(error, _Failure) else f"{type(error).__name__}: {error}"
 
 
 class PartPlanner(DefaultSavePlanner):
@@ -71,22 +98,28 @@ class PartPlanner(DefaultSavePlanner):
         super().__init__()
         self.aliases: dict[str, str] = {}
 
+    @_in_words
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Flatten; a part that comes under several names (tied parameters) is stored under the first."""
+        """Flatten; what comes under several names (tied parameters) is stored under the first."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        first: dict[int, str] = {}
+        first: dict[Any, str] = {}
         for name, value in self.state_dict.items():
             if isinstance(value, OwnPart):
                 self.aliases[name] = first.setdefault(id(value), name)
+            elif isinstance(value, Tensor) and value.numel():
+                memory = value.data_ptr(), value.shape, value.stride(), value.dtype
+                self.aliases[name] = first.setdefault(memory, name)
         self.aliases = {name: stored for name, stored in self.aliases.items() if name != stored}
 
+    @_in_words
     def create_local_plan(self) -> SavePlan:
         """This rank's items."""
         items: list[WriteItem] = []
         for name, value in self.state_dict.items():
+            if name in self.aliases:
+                continue
             if isinstance(value, OwnPart):
-                if name not in self.aliases:
-                    items += [_item(name, value, box) for box, _ in _boxes(value, self.is_coordinator)]
+                items += [_item(name, value, box) for box, _ in _boxes(value, self.is_coordinator)]
             elif self.is_coordinator:
                 items.append(_whole_item(name, value))
         self.plan = SavePlan(items, planner_data=self.mappings)
@@ -150,6 +183,7 @@ class FolderWriter(FileSystemWriter):
         super().__init__(part)
         self._target, self._meta, self._planner = target, meta, planner
 
+    @_in_words
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
         """Write this rank's items one after the other, to the disk."""
         done: Future[list[WriteResult]] = Future()
@@ -167,6 +201,7 @@ class FolderWriter(FileSystemWriter):
         done.set_result(results)
         return done
 
+    @_in_words
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Rank 0, when all ranks have written: the files that say what the folder holds, and its name."""
         part = Path(self.path)
@@ -182,6 +217,10 @@ class FolderWriter(FileSystemWriter):
         metadata = replace(metadata, storage_data=stored, storage_meta=self.storage_meta(), version="1.0.0")
         files[folder.METADATA] = manifest.write_file(part / folder.METADATA, pickle.dumps(metadata))
         files[folder.META] = manifest.write_file(part / folder.META, self._meta)
+        if lost := manifest.missing(part, files):
+            raise ValueError(f"{'; '.join(lost)} in {part}: rank 0 does not see what the others have written")
+        others = [path for path in part.iterdir() if path.name not in files]
+        files |= {path.name: manifest.sum_file(path) for path in others}
         manifest.write(part, files)
         folder.commit(part, self._target)
 

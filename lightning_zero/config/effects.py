@@ -27,6 +27,8 @@ def without_effect(zero: ZeroConfig, training: TrainingConfig, given: Mapping[st
         and training.precision not in (None, "16-mixed", "16-true")
     ):
         said.append(f"loss_scale has no effect with precision={training.precision!r}, only with 16-mixed and 16-true.")
+    if "save_16bit_weights" in given and training.save_16bit_weights and training.state_dict_type == "full":
+        said.append("save_16bit_weights has no effect with state_dict_type='full': the file has whole weights.")
     for name in ("offload_optimizer", "offload_params"):
         said += _of_offload(name, getattr(zero, name)) if name in given else []
     return said

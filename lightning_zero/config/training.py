@@ -121,9 +121,8 @@ class TrainingConfig:
             checks.flag(name, getattr(self, name))
         if self.state_dict_type not in ("full", "sharded"):
             raise ValueError(f"state_dict_type={self.state_dict_type!r} is none of 'full', 'sharded'.")
-        for name in ("async_save", "save_16bit_weights"):
-            if getattr(self, name) and self.state_dict_type == "full":
-                raise ValueError(f"{name} needs state_dict_type='sharded'.")
+        if self.async_save and self.state_dict_type == "full":
+            raise ValueError("async_save needs state_dict_type='sharded': a file is written by rank 0 alone.")
         self.batch(world_size=None)
 
     @property

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from lightning_zero.engine.connections import Connections
 from lightning_zero.engine.lanes import Handle, Lane, Round, Start
 from lightning_zero.engine.outside import Outside, failed_in
 from lightning_zero.engine.peers import Peers
@@ -53,6 +54,7 @@ class Communicator:
         self._outside = Outside(self.peers) if self.world_size > 1 and not self.nccl else None
         self._timeout = timeout
         self._background: dist.ProcessGroup | None = None
+        self._background_connections = Connections()
         self._closed = False
 
     def all_gather(
@@ -248,7 +250,8 @@ class Communicator:
     def background(self) -> dist.ProcessGroup:
         """Such a group for what goes on beside training. Collective when it is first used."""
         if self._background is None:
-            self._background = dist.new_group(backend="gloo", timeout=self._timeout)
+            with self._background_connections:
+                self._background = dist.new_group(backend="gloo", timeout=self._timeout)
         return self._background
 
     def at(self, step: int) -> None:
@@ -285,6 +288,11 @@ class Communicator:
         if not self._ends():
             self._cut()
             self._ends()
+
+    def abandon(self) -> None:
+        """After a failure: :meth:`close`, and wake whoever waits in the background for what this rank will never do."""
+        self.close()
+        self._background_connections.cut()
 
     def leave(self) -> None:
         """After a failure, at the end of the process: wake the peers that wait for it, and let them read why."""

@@ -2,14 +2,20 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-Elements = Callable[[Sequence[int], int, int], Tensor]
-"""Reads elements ``start`` to ``stop`` (1-D, on the CPU) of a tensor whose dimensions come in the given order."""
+
+class Elements(Protocol):
+    """Reads some elements of a tensor."""
+
+    def __call__(self, dims: Sequence[int], start: int, stop: int, out: Tensor | None = None) -> Tensor:
+        """Elements ``start`` to ``stop`` of the tensor whose dimensions come in the order ``dims``: 1-D on the CPU, in
+        the tensor's dtype; in ``out``, if it is given, which is contiguous.
+        """
 
 
 class Elsewhere(Tensor):
@@ -108,7 +114,12 @@ class StoredTensor(Elsewhere):
     def _keep(self) -> Tensor:
         if self._kept is None:
             kept = self._kept = self._read()
-            self.elements = lambda dims, start, stop: kept.detach().permute(tuple(dims)).reshape(-1)[start:stop].clone()
+
+            def elements(dims: Sequence[int], start: int, stop: int, out: Tensor | None = None) -> Tensor:
+                values = kept.detach().permute(tuple(dims)).reshape(-1)[start:stop]
+                return values.clone() if out is None else out.copy_(values)
+
+            self.elements = elements
         return self._kept
 
     @classmethod

@@ -106,17 +106,38 @@ def expect(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> 
     Raises:
         RuntimeError: names or shapes do not fit, in torch's words; no parameter and no buffer has changed.
     """
+    copies, found = catch(module, state, strict)
+    take(module, copies, later=True)
+    return found
+
+
+Copies = dict[int, tuple[Tensor, Tensor]]
+"""Tensors of a module with what is to be copied into them, by the target's id."""
+
+
+def catch(module: nn.Module, state: Mapping[str, Any], strict: bool) -> tuple[Copies, Any]:
+    """What ``module.load_state_dict(state, strict)`` would copy, and what it returns; nothing is copied.
+
+    Raises:
+        RuntimeError: names or shapes do not fit, in torch's words.
+    """
     with _Caught(module) as caught, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*which is a no-op")  # a copy to meta, which is caught
         found = module.load_state_dict(state, strict=strict)
-    for target, value in caught.copies.values():
-        if isinstance(value, StoredTensor) and isinstance(target, nn.Parameter):
+    return caught.copies, found
+
+
+def take(module: nn.Module, copies: Copies, later: bool) -> None:
+    """Copy what :func:`catch` has caught, also to ``meta``; parameters on ``meta``, or all of them if they can have
+    their values ``later``, wait for what is stored.
+    """
+    for target, value in copies.values():
+        if isinstance(value, StoredTensor) and isinstance(target, nn.Parameter) and (later or target.is_meta):
             forget(target)
             target._zero_expected = Expected(value, type(target))  # type: ignore[attr-defined]
             target.__class__ = _waiting_class(type(target))
         else:
             _fill(module, target, value)
-    return found
 
 
 class _Caught(TorchFunctionMode):
@@ -125,7 +146,7 @@ class _Caught(TorchFunctionMode):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        self.copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self.copies: Copies = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -159,7 +180,8 @@ def give_memory(param: nn.Parameter, values: Tensor) -> None:
     (``torch.utils.swap_tensors`` would exchange attributes, too, and refuses what an LSTM refers to weakly.)
     """
     if param.is_meta:
-        torch._C._swap_tensor_impl(param, nn.Parameter(values, requires_grad=param.requires_grad))
+        # of its own version: autograd counts writes to the flat buffer, of which it is a part, by another
+        torch._C._swap_tensor_impl(param, nn.Parameter(values.data, requires_grad=param.requires_grad))
     else:
         param.data = values
 
@@ -212,7 +234,11 @@ def collect(
         stored = later.stored if exact is None else exact
         start, stop = (min(max(bound, slot.start), slot.stop) for bound in own)
         if start < stop:
-            values = slot.part(stored, start - slot.start, stop - slot.start)
-            out[start:stop].copy_(values.to(user) if exact is None else values)
+            room = (
+                out[start:stop] if exact is not None or out.dtype == user else out.new_empty(stop - start, dtype=user)
+            )
+            slot.copy_part(stored, start - slot.start, stop - slot.start, room)
+            if room.dtype != out.dtype:
+                out[start:stop].copy_(room)
         forget(param)
     return True

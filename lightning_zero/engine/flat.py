@@ -202,6 +202,13 @@ class Flat:
         self.master.fetch(start, values).wait()
         return values.to(self.full.device)
 
+    def own_room(self, index: int, dtype: torch.dtype) -> Tensor:
+        """Memory for this rank's part of parameter ``index``: the masters themselves where they can take this dtype."""
+        start, stop = self._own[index]
+        if self.master is None and self.rest is None and self.shard.dtype == dtype:
+            return self.shard[start:stop]
+        return torch.empty(stop - start, dtype=dtype, device="cpu")
+
     def write_master(self, start: int, values: Tensor) -> None:
         """Overwrite master weights from element ``start`` of the shard on."""
         for store in self.store_master(start, values):
@@ -210,7 +217,9 @@ class Flat:
     def store_master(self, start: int, values: Tensor) -> list[Transfer]:
         """The same, without waiting for tiers: ``values`` must not change before the transfers are done."""
         if self.rest is None:
-            self.shard[start : start + values.numel()].copy_(values)
+            own = self.shard[start : start + values.numel()]
+            if own.data_ptr() != values.data_ptr():
+                own.copy_(values)
         places = {id(array): array for array in (self.master, self.rest) if array is not None}.values()
         return [array.store(start, values.to("cpu", array.dtype).contiguous()) for array in places]
 
@@ -310,9 +319,9 @@ class Flat:
         Collective where they are sharded.
         """
         own = self.own_master(index)
-        return own.clone() if self.owns_all else self._assemble(index, own, f"master weights of {self.names[index]}")
+        return own.clone() if self.owns_all else self.assemble(index, own, f"master weights of {self.names[index]}")
 
-    def _assemble(self, index: int, own: Tensor, what: str) -> Tensor:
+    def assemble(self, index: int, own: Tensor, what: str) -> Tensor:
         """A whole tensor of parameter ``index``'s size from the ranks' own parts. Collective."""
         bounds = self.layout.pieces(index)
         low, high = bounds[self.comm.rank]
@@ -331,7 +340,7 @@ class Flat:
             if own is None:
                 raise RuntimeError(f"The gradient of {self.names[index]!r} was dropped: it cannot be read any more.")
             if not whole:
-                own = self._assemble(index, own, f"gradient of {self.names[index]}")
+                own = self.assemble(index, own, f"gradient of {self.names[index]}")
             return slot.view(own.to(self.dtypes.compute, copy=True))
 
     @torch.no_grad()

@@ -62,6 +62,13 @@ class Slot:
             return whole.elements(self.dims, start, stop)
         return self.flatten(whole.detach())[start:stop]
 
+    def copy_part(self, whole: Tensor, start: int, stop: int, out: Tensor) -> None:
+        """The same into memory that is there; what is in a file is read straight into it if it fits."""
+        if isinstance(whole, StoredTensor) and whole.dtype == out.dtype and out.device.type == "cpu":
+            whole.elements(self.dims, start, stop, out)
+        else:
+            out.copy_(self.part(whole, start, stop))
+
 
 class Layout:
     """A flat buffer: slots of parameters in order, padded so that every rank's shard is a whole number of blocks."""

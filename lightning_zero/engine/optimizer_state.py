@@ -114,10 +114,13 @@ class ShardedState:
             place[0].set(index, own)
             return
         bounds = self._bounds(flat, index)
-        for tile, (start, stop) in zip(self.tiles(param), bounds, strict=True):
+        tiles = self.tiles(param)
+        first, last = bounds[0][0], bounds[-1][1]
+        own = {k: _piece(v, slot, first - slot.start, last - slot.start, tiles[0], k) for k, v in entries.items()}
+        for tile, (start, stop) in zip(tiles, bounds, strict=True):
             self.state[tile] = {
-                key: _piece(value, slot, start - slot.start, stop - slot.start, tile, key)
-                for key, value in entries.items()
+                key: value[start - first : stop - first] if _is_per_element(entries[key], slot, key) else _copied(value)
+                for key, value in own.items()
             }
 
     def clear_state(self) -> None:
@@ -135,10 +138,17 @@ def _join(values: list[Any], tiles: list[Tensor]) -> Any:
 
 
 def _piece(value: Any, slot: Slot, start: int, stop: int, tile: Tensor, key: str) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if value.shape != slot.shape or (not slot.shape and key in SCALARS):
-        return value.clone()
+    """A part of what an entry has for each element, in memory of its own; another entry as it is."""
+    if not _is_per_element(value, slot, key):
+        return _copied(value)
     # as torch's load_state_dict: floating state takes the parameter's dtype
     dtype = tile.dtype if value.is_floating_point() and tile.is_floating_point() else value.dtype
     return slot.part(value, start, stop).to(device=tile.device, dtype=dtype, copy=not isinstance(value, StoredTensor))
+
+
+def _is_per_element(value: Any, slot: Slot, key: str) -> bool:
+    return isinstance(value, Tensor) and value.shape == slot.shape and not (not slot.shape and key in SCALARS)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -59,9 +59,11 @@ def load(flat: Flat, values: Mapping[int, Tensor], readable: bool) -> None:
         exact = value.exact if isinstance(value, StoredTensor) else None
         slot = flat.layout.slots[index]
         start, stop = (bound - slot.start for bound in flat.own_part(index))
-        own = slot.part(value if exact is None else exact, start, stop)
         # a plain module would have rounded them, too
-        flat.write_master(flat.own_range(index)[0], own.to(flat.dtypes.user) if exact is None else own)
+        dtype = flat.dtypes.user if exact is None else flat.dtypes.master
+        own, low = flat.own_room(index, dtype), flat.own_range(index)[0]
+        slot.copy_part(value if exact is None else exact, start, stop, own)
+        flat.write_master(low, own)
     if readable:
         flat.gather().wait()
 

@@ -89,15 +89,15 @@ _AIO = [
 _CHECKPOINTS = [
     Row("checkpoint.tag_validation", N, "Lightning names the files", convert=text),
     Row("checkpoint.load_universal", N, "every checkpoint of ours loads at any number of ranks", convert=flag),
-    Row("checkpoint.use_node_local_storage", R, "a checkpoint is one file, in a folder that rank 0 can write to"),
-    Row("checkpoint.parallel_write.pipeline_stage", N, "a checkpoint is one file", convert=flag),
-    Row("checkpoint.checkpoint_serialization", N, "a checkpoint is one file", convert=flag),
-    Row("checkpoint.writer.decoupled", R, "checkpoints are not written in the background"),
+    Row("checkpoint.use_node_local_storage", R, "a checkpoint lies where all hosts reach it"),
+    Row("checkpoint.parallel_write.pipeline_stage", N, "ranks always write their parts side by side", convert=flag),
+    Row("checkpoint.checkpoint_serialization", N, "the format is torch's", convert=flag),
+    Row("checkpoint.writer.decoupled", R, "use state_dict_type='sharded' with async_save=True"),
     *(
         Row(f"checkpoint.writer.{name}", N, "of DeepSpeed's own writer")
         for name in "type io_buffer_size io_buffer_double show_statistics data_parallel io_multiplier".split()
     ),
-    Row("datastates_ckpt", N, "checkpoints are not written in the background", opaque=True),
+    Row("datastates_ckpt", N, "use state_dict_type='sharded' with async_save=True", opaque=True),
     Row("nebula", R, "DeepSpeed has removed it: use Lightning's ModelCheckpoint", opaque=True),
 ]
 

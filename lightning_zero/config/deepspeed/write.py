@@ -66,6 +66,8 @@ def _keys(zero: ZeroConfig, training: TrainingConfig) -> dict[str, Any]:
         block["stage3_param_persistence_threshold"] = zero.persistence_threshold
         if zero.persistence_limit is not None:
             block["stage3_model_persistence_threshold"] = zero.persistence_limit
+    if training.save_16bit_weights:
+        block["stage3_gather_16bit_weights_on_model_save"] = True
     if zero.leaf_classes:
         block["leaf_module"] = {"classes": list(zero.leaf_classes)}
     out: dict[str, Any] = {"zero_optimization": block, **_precision(training)}

@@ -45,16 +45,17 @@ _SIZES = [
 _STAGE_3 = [
     Row(
         "stage3_gather_16bit_weights_on_model_save",
-        N,
-        "a checkpoint always has whole weights, in the module's dtype",
-        convert=flag,
-        met=(True,),
+        H,
+        "model.safetensors in checkpoint folders; a checkpoint file has whole weights anyway",
+        "save_16bit_weights",
+        flag,
     ),
     Row(
         "stage3_gather_fp16_weights_on_model_save",
         A,
-        "stage3_gather_16bit_weights_on_model_save: a checkpoint always has whole weights",
-        convert=flag,
+        "stage3_gather_16bit_weights_on_model_save",
+        "save_16bit_weights",
+        flag,
     ),
     Row("stage3_module_granularity_threshold", N, "small neighbours always are one unit", convert=whole()),
     Row("stage3_use_all_reduce_for_fetch_params", N, "the same result", convert=flag),

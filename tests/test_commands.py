@@ -1,0 +1,164 @@
+"""``python -m lightning_zero checkpoint``: what it says of folders, and what it makes of them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from harness import environment, run_ranks
+from lightning.pytorch import LightningModule
+from test_strategy import trainer
+from torch import nn
+from tqdm import tqdm
+
+import lightning_zero
+from lightning_zero.__main__ import main
+
+tqdm.monitor_interval = 0  # its thread would hang in forks
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Tied(LightningModule):
+    """Two layers with one weight, a buffer, and hyperparameters that may be objects."""
+
+    def __init__(self, dim=6, where=None):
+        super().__init__()
+        self.save_hyperparameters()
+        self.first, self.norm, self.second = nn.Linear(dim, dim), nn.BatchNorm1d(dim), nn.Linear(dim, dim)
+        self.second.weight = self.first.weight
+
+    def training_step(self, batch, batch_idx):
+        return self.second(self.norm(self.first(batch))).square().mean()
+
+    def configure_optimizers(self):
+        biases = [p for p in self.parameters() if p.ndim == 1]
+        groups = [{"params": biases, "weight_decay": 0.0}, {"params": [self.first.weight]}]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+
+def _save(rank, world_size, path, hparams, settings):
+    torch.manual_seed(0)
+    strategy = lightning_zero.ZeroStrategy(stage=3, min_unit_bytes=0, state_dict_type="sharded", **settings)
+    own = trainer(rank, world_size, path.parent, strategy, max_steps=3)
+    own.fit(Tied(**hparams), torch.utils.data.DataLoader(torch.randn(24, 6), batch_size=4))
+    own.save_checkpoint(path)
+    strategy.training.state_dict_type = "full"
+    own.save_checkpoint(path.with_name("full.ckpt"))
+
+
+def save(path, settings=None, **hparams):
+    """A folder at ``path`` and the same as one file."""
+    run_ranks(_save, 2, path, hparams, settings or {})
+
+
+def say(capsys, *arguments):
+    main(["checkpoint", *map(str, arguments)])
+    return capsys.readouterr().out
+
+
+def test_what_is_in_a_folder(tmp_path, capsys):
+    save(tmp_path / "a.ckpt")
+    lines = [line.split() for line in say(capsys, "info", tmp_path / "a.ckpt").splitlines()]
+    sections = {line[0]: line[1:3] for line in lines if line[0] in ("state_dict", "optimizer_0", "model")}
+    parameters = 6 * 6 + 6 + 6 + 6 + 6
+    elements = parameters + 36 + 6 + 6 + 1  # the tied weight has two names; the buffers
+    assert sections == {
+        "state_dict": ["9", str(elements)],
+        "model": ["9", str(elements)],
+        "optimizer_0": ["15", str(2 * parameters + 5)],
+    }
+    assert "complete" in say(capsys, "verify", tmp_path / "a.ckpt")
+
+
+def test_one_file_that_is_ddps(tmp_path, capsys):
+    save(tmp_path / "a.ckpt")
+    assert say(capsys, "consolidate", tmp_path / "a.ckpt").strip() == str(tmp_path / "a.consolidated.ckpt")
+    made, want = (torch.load(tmp_path / name) for name in ("a.consolidated.ckpt", "full.ckpt"))
+    assert made.keys() == want.keys() and made["state_dict"].keys() == want["state_dict"].keys()
+    assert all(torch.equal(value, want["state_dict"][name]) for name, value in made["state_dict"].items())
+    assert made["state_dict"]["first.weight"].data_ptr() == made["state_dict"]["second.weight"].data_ptr()
+    (state,), (wanted) = made["optimizer_states"], want["optimizer_states"][0]
+    assert state["param_groups"] == wanted["param_groups"] and state["state"].keys() == wanted["state"].keys()
+    for number, entries in wanted["state"].items():
+        assert all(torch.equal(state["state"][number][key], value) for key, value in entries.items())
+    assert made["loops"] == want["loops"]
+    module = Tied.load_from_checkpoint(tmp_path / "a.consolidated.ckpt")
+    assert module.first.weight is module.second.weight
+    with pytest.raises(SystemExit, match=r"exists: choose another name"):
+        main(["checkpoint", "consolidate", str(tmp_path / "a.ckpt")])
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_weights_as_safetensors(tmp_path, capsys):
+    """To the byte what ``save_file`` writes; the tied weight once."""
+    save(tmp_path / "a.ckpt")
+    want = torch.load(tmp_path / "full.ckpt")["state_dict"]
+    del want["second.weight"]
+    for dtype in (None, "bf16"):
+        to = [] if dtype is None else ["--dtype", dtype, "--output", tmp_path / "out.safetensors"]
+        made = Path(say(capsys, "export", tmp_path / "a.ckpt", *to).strip())
+        if dtype:
+            want = {name: value.bfloat16() if value.is_floating_point() else value for name, value in want.items()}
+        safetensors.torch.save_file(want, tmp_path / "want.safetensors", {"format": "pt"})
+        assert made.read_bytes() == (tmp_path / "want.safetensors").read_bytes()
+    with pytest.raises(SystemExit, match=r"exists: choose another name"):
+        main(["checkpoint", "export", str(tmp_path / "a.ckpt")])
+    say(capsys, "export", tmp_path / "a.ckpt", "--output", tmp_path / "folder", "--max-file-bytes", 200)
+    assert (tmp_path / "folder" / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_folders_with_16_bit_weights(tmp_path, capsys, later):
+    save(tmp_path / "a.ckpt", settings={"save_16bit_weights": True, "async_save": later})
+    want = torch.load(tmp_path / "full.ckpt")["state_dict"]
+    made = safetensors.torch.load_file(tmp_path / "a.ckpt" / "model.safetensors")
+    assert made.keys() == want.keys() - {"second.weight"}
+    for name, value in made.items():
+        assert torch.equal(value, want[name].bfloat16() if want[name].is_floating_point() else want[name])
+    assert "complete" in say(capsys, "verify", tmp_path / "a.ckpt")
+    (tmp_path / "a.ckpt" / "model.safetensors").unlink()
+    with pytest.raises(SystemExit, match=r"model.safetensors is missing"):
+        main(["checkpoint", "verify", str(tmp_path / "a.ckpt")])
+
+
+def test_objects_need_trust(tmp_path, capsys):
+    save(tmp_path / "a.ckpt", where=Path("somewhere"))
+    for action in ("info", "consolidate"):
+        with pytest.raises(SystemExit, match=r"(?s)may run code .* --trust"):
+            main(["checkpoint", action, str(tmp_path / "a.ckpt")])
+    say(capsys, "consolidate", tmp_path / "a.ckpt", "--trust")
+    made = torch.load(tmp_path / "a.consolidated.ckpt", weights_only=False)
+    assert made["hyper_parameters"]["where"] == Path("somewhere")
+
+
+def test_damage_is_found(tmp_path):
+    save(tmp_path / "a.ckpt")
+    data = tmp_path / "a.ckpt" / "__0_0.distcp"
+    before = data.read_bytes()
+    for content, words in (
+        (before[:-1], r"__0_0.distcp has [\d,]+ bytes instead of"),
+        (before[:700] + bytes([before[700] ^ 1]) + before[701:], r"__0_0.distcp is damaged between bytes 0 and"),
+    ):
+        data.write_bytes(content)
+        with pytest.raises(SystemExit, match=words):
+            main(["checkpoint", "verify", str(tmp_path / "a.ckpt")])
+    data.unlink()
+    with pytest.raises(SystemExit, match=r"__0_0.distcp is missing. Use another checkpoint"):
+        main(["checkpoint", "info", str(tmp_path / "a.ckpt")])
+    with pytest.raises(SystemExit, match=r"There is no checkpoint at"):
+        main(["checkpoint", "info", str(tmp_path / "b.ckpt")])
+    with pytest.raises(SystemExit, match=r"full.ckpt is a file: torch.load reads it"):
+        main(["checkpoint", "verify", str(tmp_path / "full.ckpt")])
+
+
+def test_from_the_command_line(tmp_path):
+    save(tmp_path / "a.ckpt")
+    command = [sys.executable, "-m", "lightning_zero", "checkpoint", "verify", str(tmp_path / "a.ckpt")]
+    done = subprocess.run(command, env=environment(ROOT), text=True, capture_output=True, timeout=120)
+    assert done.returncode == 0 and "complete, and as it was written" in done.stdout and "100%" not in done.stdout
+    (tmp_path / "a.ckpt" / "meta.pt").unlink()
+    done = subprocess.run(command, env=environment(ROOT), text=True, capture_output=True, timeout=120)
+    assert done.returncode == 1 and "meta.pt is missing" in done.stderr and "Traceback" not in done.stderr
