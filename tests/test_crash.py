@@ -951,7 +951,7 @@ def verified(path):
         source = reader.Folder(path)
         assert source.files is not None
         for name, entry in source.files.items():
-            source._file(name).read(0, entry.size)
+            source._file(name).read(0, memoryview(bytearray(entry.size)))
         state = reader.checkpoint(source, True)
     else:
         state = torch.load(path, weights_only=True)

@@ -140,7 +140,8 @@ class Folder:
         last = first + sum((size - 1) * stride for size, stride in zip(part.sizes, strides, strict=True))
         exactly = out.is_contiguous() and last + 1 - first == out.numel() and _in_order(part.sizes, strides)
         values = out if exactly else torch.empty(last + 1 - first, dtype=out.dtype)
-        data = values.view(-1).view(torch.uint8).numpy().data
+        flat = values.as_strided((values.numel(),), (1,))  # one element may have any stride
+        data = flat.view(torch.uint8).numpy().data
         self._file(info.relative_path).read(info.offset + start + first * out.element_size(), data)
         if not exactly:
             out.copy_(values.as_strided(part.sizes, strides))
@@ -193,8 +194,7 @@ def meta(source: Folder, weights_only: bool | None) -> dict[str, Any]:
 def weights(source: Folder, weights_only: bool | None = None) -> dict[str, Any]:
     """The module's state; tensors know their master weights."""
     section = "state_dict" if "state_dict" in source.sections() else "model"
-    stored = source.nested(section, weights_only)
-    found = {name: _read_extra_state(name, value) for name, value in stored.items()}
+    found = {name: _read_extra_state(name, value) for name, value in source.nested(section, weights_only).items()}
     for name, exact in source.nested("master").items():
         found[name].exact = exact
     return found
