@@ -311,6 +311,25 @@ def test_hooks_drop_rename_add_and_edit(rank, world_size, stage, when, target, t
     assert_same(got.teacher, want.head.bias.detach())
 
 
+class Moved(Net):
+    """Puts its weights elsewhere, and finds them again."""
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["generator"] = checkpoint.pop("state_dict")
+
+    def on_load_checkpoint(self, checkpoint):
+        checkpoint["state_dict"] = checkpoint.pop("generator")
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("when", ["during", "after"])
+def test_a_hook_that_moves_the_weights(rank, world_size, when, tmp_path):
+    want, got = Moved(), Moved(seed=1)
+    saved(rank, world_size, tmp_path, want, when=when)
+    trainer(rank, world_size, tmp_path, sharded(1)).test(got, loader(), ckpt_path=tmp_path / "a", verbose=False)
+    assert_same(dict(got.state_dict()), dict(want.state_dict()))
+
+
 READS = {
     "arithmetic": lambda value: value + 1,
     "item": lambda value: value.flatten()[0].item(),

@@ -116,8 +116,8 @@ class StoredTensor(Elsewhere):
             kept = self._kept = self._read()
 
             def elements(dims: Sequence[int], start: int, stop: int, out: Tensor | None = None) -> Tensor:
-                part = kept.detach().permute(tuple(dims)).reshape(-1)[start:stop]
-                return part.clone() if out is None else out.copy_(part)
+                values = kept.detach().permute(tuple(dims)).reshape(-1)[start:stop]
+                return values.clone() if out is None else out.copy_(values)
 
             self.elements = elements
         return self._kept
