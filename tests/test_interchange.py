@@ -231,6 +231,42 @@ def cast(tree, dtype):
     return tree_map(change, tree)
 
 
+class Two(Parallel):
+    """Two optimizers of two kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        blocks = [param for name, param in self.named_parameters() if name.startswith("blocks")]
+        others = [param for name, param in self.named_parameters() if not name.startswith("blocks")]
+        return torch.optim.SGD(blocks, lr=0.1, momentum=0.9), torch.optim.Adam(others, lr=0.01, amsgrad=True)
+
+
+def two(rank, world_size, folder, name, epochs, load=None, save=None):
+    callbacks = [Save(save)] if save else []
+    runner = trainer(rank, world_size, folder, strategy_of(name, world_size), max_epochs=epochs, callbacks=callbacks)
+    model = Two()
+    runner.fit(model, loader(), ckpt_path=load)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return dict(sorted(get_model_state_dict(model, options=options).items()))
+
+
+def test_two_optimizers_go_to_fsdp2_and_back_to_the_bit(tmp_path):
+    first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
+    unbroken = run_ranks(two, 2, tmp_path, "fsdp2", 3)[0]
+    run_ranks(two, 2, tmp_path, "fsdp2", 1, save=first)
+    run_ranks(two, 2, tmp_path, "3", 2, load=first, save=second)
+    assert_same_state(run_ranks(two, 2, tmp_path, "fsdp2", 3, load=second)[0], unbroken)
+
+
 # Fabric
 
 
