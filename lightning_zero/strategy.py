@@ -18,7 +18,7 @@ from lightning_zero.config import Given, with_settings
 from lightning_zero.configured import ConfiguredMethods
 from lightning_zero.engine import Communicator, Engine, PeerError, check_elementwise
 from lightning_zero.engine.expected import expected
-from lightning_zero.engine.life import ParamState
+from lightning_zero.engine.guard import holds_all
 from lightning_zero.engine.materialize import is_meta
 from lightning_zero.engine.norm import GradientNorm
 from lightning_zero.precision import ZeroPrecision, adapt, raw_optimizer
@@ -317,7 +317,8 @@ class ZeroMethods(ConfiguredMethods, StepMethods, CheckpointMethods):
         """End the engine's hold on the module; whether the module's parameters are whole now."""
         engine = self._engine
         if engine is None:
-            return True
+            # an engine that failed on its way has sharded some units already
+            return self._lightning_module is None or holds_all(self._lightning_module)
         if not self._failed:
             self._stay_for_others()  # where the loop has skipped an empty loader
         whole = not self._failed and host.room_for_all(engine, self.num_processes)
@@ -327,7 +328,7 @@ class ZeroMethods(ConfiguredMethods, StepMethods, CheckpointMethods):
         plugin.detach()
         engine.release(whole=whole)
         self._engine = self._sharded = None
-        return whole or all(unit.state is ParamState.UNSHARDED for unit in engine.units)
+        return whole or holds_all(self._module)
 
 
 class ZeroStrategy(ZeroMethods, DDPStrategy):

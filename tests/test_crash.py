@@ -119,10 +119,11 @@ def test_a_place_where_no_checkpoint_can_be_is_an_error_on_all_ranks(rank, world
 
 
 @distributed(world_size=2, timeout=30)
-def test_a_directory_that_must_not_be_written_to(rank, world_size, tmp_path):
+@pytest.mark.parametrize("mode", [0o555, 0o000], ids=["readable", "closed"])
+def test_a_directory_that_must_not_be_written_to(rank, world_size, mode, tmp_path):
     place = tmp_path / "work"
     if rank == 0:
-        place.mkdir(mode=0o555)
+        place.mkdir(mode=mode)
 
     def attempt(run):
         real, run_as = os.geteuid(), 65534
@@ -135,9 +136,10 @@ def test_a_directory_that_must_not_be_written_to(rank, world_size, tmp_path):
         assert "PermissionError" in said and str(place / "x.ckpt") in said and "Save elsewhere" in said, said
 
     for path in [tmp_path, *tmp_path.parents]:
-        if rank == 0 and path.stat().st_uid == os.geteuid() and path.name.startswith(("pytest-", "test_")):
+        if rank == 0 and path.stat().st_uid == os.geteuid() and path.name.startswith(("pytest-", "popen-", "test_")):
             path.chmod(0o755)
     in_training(rank, world_size, tmp_path, sharded(), attempt)
+    place.chmod(0o755)
     assert not list(place.iterdir())
 
 

@@ -602,3 +602,12 @@ def test_buffers_are_rank_0s_however_they_change(rank, world_size, outside, stra
     for model, name in zip(models, (strategy, "ddp"), strict=True):
         fitted(rank, world_size, tmp_path, name, model=model)
     assert all(torch.equal(*both) for both in zip(*(model.parameters() for model in models), strict=True))
+
+
+@distributed(world_size=2, timeout=30)
+def test_a_module_that_cannot_be_sharded_is_the_error_that_the_user_sees(rank, world_size, tmp_path):
+    """Units are sharded already when the buffers are looked at: leaving the run must not read them."""
+    module = Net()
+    module.register_buffer("wide", torch.randn(1, 7).expand(4, 7))
+    with pytest.raises(RuntimeError, match="single memory location"):
+        trainer(rank, world_size, tmp_path, zero(3)).fit(module, loader())

@@ -42,7 +42,7 @@ def refuse_foreign(target: Path) -> None:
     Raises:
         IsADirectoryError: it is a directory, and holds what is no part of a checkpoint.
     """
-    if target.is_symlink() or not target.is_dir():
+    if os.path.islink(target) or not os.path.isdir(target):  # not Path's: they raise where this user may not look
         return
     names = sorted(path.name for path in target.iterdir())
     if is_folder(target):

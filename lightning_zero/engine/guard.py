@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.engine.flat import Flat
 from lightning_zero.engine.metadata import METADATA
@@ -109,6 +109,11 @@ def guarded_class(plain: type) -> type:
         }
         _classes[plain] = type(plain)(f"Sharded{plain.__name__}", (plain,), body)
     return _classes[plain]
+
+
+def holds_all(module: nn.Module) -> bool:
+    """Whether the values of all parameters of a module are here: none is sharded, none on ``meta``."""
+    return not any(getattr(type(param), "_zero_guarded", False) or param.is_meta for param in module.parameters())
 
 
 def guard(unit: Unit) -> None:
