@@ -3,12 +3,13 @@
 import hashlib
 import io
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
-from torch.utils._pytree import keystr, tree_any, tree_flatten_with_path, tree_map, tree_structure
+from torch.utils._pytree import keystr, tree_any, tree_flatten_with_path, tree_leaves, tree_map, tree_structure
 
 from lightning_zero.checkpoint.full import _Undetached
 from lightning_zero.engine import Communicator, Engine
@@ -33,6 +34,10 @@ def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:
         else:
             found[clean_name(name)] = value.detach() if isinstance(value, Tensor) else value
     return found
+
+
+ALIGNED = 64
+"""Bytes, a multiple of what an element of any dtype has."""
 
 
 class Sealed:
@@ -104,20 +109,32 @@ def _keeps_its_form(value: Any) -> bool:
 
 
 def snapshot(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with copies of all values, which training does not change; what is shared stays shared."""
-    copies: dict[int, Any] = {}
+    """The same with copies of all values, which training does not change; what is shared stays shared.
 
-    def copy(value: Any) -> Any:
-        if isinstance(value, Sealed):
-            return Sealed(tree_map(copy, value.value))
-        if not isinstance(value, Tensor):
-            return value
-        if id(value) not in copies:
-            copies[id(value)] = value.snapshot() if isinstance(value, OwnPart) else value.detach().cpu().clone()
-        return copies[id(value)]
+    This rank's parts are copied into one piece of memory, which goes back to the system with the last of them: many
+    small ones would leave holes.
+    """
+    parts = {id(value): value for value in tree_leaves(dict(sections)) if isinstance(value, OwnPart)}
+    sizes = [-(-(part.stop - part.start) * part.dtype.itemsize // ALIGNED) * ALIGNED for part in parts.values()]
+    memory = torch.split(torch.empty(sum(sizes), dtype=torch.uint8), sizes)
+    copies: dict[int, Any] = {
+        key: part.snapshot(piece.view(part.dtype)[: part.stop - part.start])
+        for (key, part), piece in zip(parts.items(), memory, strict=True)
+    }
 
-    found: dict[str, Any] = tree_map(copy, dict(sections))
+    found: dict[str, Any] = tree_map(partial(_copied, copies), dict(sections))
     return found
+
+
+def _copied(copies: dict[int, Any], value: Any) -> Any:
+    # not a function inside the other: one that calls itself would keep the copies until the next garbage collection
+    if isinstance(value, Sealed):
+        return Sealed(tree_map(partial(_copied, copies), value.value))
+    if not isinstance(value, Tensor):
+        return value
+    if id(value) not in copies:
+        copies[id(value)] = value.detach().cpu().clone()
+    return copies[id(value)]
 
 
 def _is_part(value: Any) -> bool:
