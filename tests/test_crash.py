@@ -1134,6 +1134,7 @@ def test_a_kill_at_any_moment_costs_at_most_what_was_being_saved(kind, last, kil
     """Again and again, each run resuming from what the one before has left."""
     place, newest, midst = tmp_path / "work", 0, 0
     chance = random.Random(kills)
+    place.mkdir()  # a run may be killed before it does
     for _ in range(kills):
         reached = killed(tmp_path, kind, last, chance.uniform(0, 0.6))
         ckpt_path, start = json.loads((tmp_path / "resumed").read_text())
