@@ -31,7 +31,7 @@ from meters import ResidentMemory
 from model import GPT
 from torch import Tensor
 
-from lightning_zero import ZeroStrategy
+from lightning_zero import ZeroStrategy, save_safetensors
 
 Way = tuple[str, str, str]
 """What is done, with what, and how: ("load", "sharded", "cold")."""
@@ -71,7 +71,7 @@ class Rounds(Callback):
             "sharded": partial(save, trainer, self.folder / "sharded.ckpt", "sharded"),
             "full": partial(save, trainer, self.folder / "full.ckpt", "full"),
             "raw weights": partial(write, weights, values[: size // 3]),
-            # "safetensors": partial(lightning_zero.save_safetensors, module, self.folder / "model.safetensors"),
+            "safetensors": partial(save_safetensors, module, self.folder / "model.safetensors"),
         }
         loads = {
             "raw": partial(read, raw),
