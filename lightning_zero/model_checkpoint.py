@@ -45,7 +45,7 @@ def _link(background: Background, plain: Callable[..., None], trainer: "Trainer"
 
 
 def _exists(background: Background, exists: Callable[..., bool], filepath: Any, trainer: "Trainer") -> bool:
-    path = folders.local(filepath)
+    path = folder.local(filepath)
     writing = trainer.is_global_zero and path is not None and background.is_writing(path.absolute())
     return trainer.strategy.reduce_boolean_decision(writing, all=False) or exists(filepath, trainer)
 
@@ -61,5 +61,5 @@ def refuse_what_killed_processes_left(trainer: "Trainer") -> None:
     for callback in callbacks:
         if hasattr(callback, "_find_last_checkpoints"):
             folders.refuse_dangling(callback._find_last_checkpoints(trainer))
-            place = folders.local(callback.dirpath or os.path.join(trainer.default_root_dir, "checkpoints"))
+            place = folder.local(callback.dirpath or os.path.join(trainer.default_root_dir, "checkpoints"))
             folders.refuse_moved(place, callback.CHECKPOINT_NAME_LAST)

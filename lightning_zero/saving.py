@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero import host
-from lightning_zero.checkpoint import folders, full, reader, sharded, trust
+from lightning_zero.checkpoint import folder, folders, full, reader, sharded, trust
 from lightning_zero.checkpoint.background import Background
 from lightning_zero.checkpoint.load import VERSION
 from lightning_zero.checkpoint.safetensors_write import save_safetensors
@@ -95,9 +95,9 @@ class CheckpointMethods(_Base):
         else:
             state = full.module_state(self._module, self._engine, self._comm.rank)
         if self._settings.training.exclude_frozen:
-            frozen = {name for name, param in self._module.named_parameters() if not param.requires_grad}
-            frozen |= {clean_name(name) for name in frozen}
-            state = {name: value for name, value in state.items() if name not in frozen}
+            params = self._module.named_parameters(remove_duplicate=False)
+            frozen = {clean_name(name) for name, param in params if not param.requires_grad}
+            state = {name: value for name, value in state.items() if clean_name(name) not in frozen}
         return state
 
     def _say_what_happened(self) -> None:
@@ -167,11 +167,11 @@ class CheckpointMethods(_Base):
                 trust.warn_of_objects(checkpoint)
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
-    def _add_16bit_weights(self, folder: Path) -> None:
+    def _add_16bit_weights(self, place: Path) -> None:
         """Write the weights into a checkpoint folder, too. Collective."""
         fp16 = str(self.precision_plugin.precision).startswith("16")
         frozen = self._settings.training.exclude_frozen
-        path, dtype = folder / "model.safetensors", torch.float16 if fp16 else torch.bfloat16
+        path, dtype = place / "model.safetensors", torch.float16 if fp16 else torch.bfloat16
         save_safetensors(self._module, path, dtype=dtype, exclude_frozen=frozen)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class LocalCheckpointIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write ``checkpoint`` to ``path``; an old file stays until the new one is complete."""
-        local = folders.local(path)
+        local = folder.local(path)
         if local is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
         else:
@@ -218,10 +218,18 @@ class LocalCheckpointIO(TorchCheckpointIO):
         self, path: Any, map_location: Callable[..., Any] | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read ``path``; tensors of a local file stay on disk until they are used."""
-        local = folders.local(path)
+        local = folder.local(path)
         if local is None or not local.is_file():
             return super().load_checkpoint(path, map_location or _stay, weights_only)
         return full.read(local, map_location or _stay, weights_only)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove ``path``; a link that leads to it leads to the newest whole folder beside it from now on."""
+        local = folder.local(path)
+        if local is None or not local.is_file():
+            super().remove_checkpoint(path)
+        else:
+            folder.remove(local.absolute())
 
 
 def _stay(storage: Any, location: str) -> Any:

@@ -8,15 +8,19 @@ import pytest
 import safetensors.torch
 import torch
 from harness import environment, run_ranks
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from test_strategy import trainer
 from torch import nn
 from tqdm import tqdm
 
 import lightning_zero
 from lightning_zero.__main__ import main
+from lightning_zero.checkpoint import folder, reader, safetensors_write, temporary
 
 tqdm.monitor_interval = 0  # its thread would hang in forks
+
+KILLED = {"export": "publish", "consolidate": "commit"}
+"""The last step, before which the process is killed."""
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -49,9 +53,27 @@ def _save(rank, world_size, path, hparams, settings):
     own.save_checkpoint(path.with_name("full.ckpt"))
 
 
+class Saves(Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_end(self, trainer, pl_module):
+        trainer.save_checkpoint(self.path)
+
+
+def _save_in_bf16(rank, world_size, path):
+    strategy = lightning_zero.ZeroStrategy(stage=3, state_dict_type="sharded", precision="bf16-true")
+    own = trainer(rank, world_size, path.parent, strategy, max_steps=3, callbacks=[Saves(path)])
+    own.fit(Tied().bfloat16(), torch.utils.data.DataLoader(torch.randn(24, 6), batch_size=4))
+
+
 def save(path, settings=None, **hparams):
     """A folder at ``path`` and the same as one file."""
     run_ranks(_save, 2, path, hparams, settings or {})
+
+
+def killed(*_):
+    raise KeyboardInterrupt
 
 
 def say(capsys, *arguments):
@@ -110,6 +132,41 @@ def test_weights_as_safetensors(tmp_path, capsys):
     assert (tmp_path / "folder" / "model.safetensors.index.json").exists()
 
 
+def test_more_than_the_weights_own_dtype_comes_from_the_masters(tmp_path, capsys):
+    """As ``save_safetensors`` has it."""
+    run_ranks(_save_in_bf16, 2, tmp_path / "a.ckpt")
+    masters = reader.Folder(tmp_path / "a.ckpt").nested("master")
+    for dtype, options in ((torch.bfloat16, []), (torch.float32, ["--dtype", "fp32"])):
+        made = tmp_path / f"{dtype}.safetensors"
+        say(capsys, "export", tmp_path / "a.ckpt", "--output", made, *options)
+        for name, value in safetensors.torch.load_file(made).items():
+            if name in masters:
+                assert torch.equal(value, masters[name].whole().to(dtype)), name
+    exact = masters["first.weight"].whole()
+    assert not torch.equal(exact, exact.bfloat16().float())
+
+
+def test_a_folder_that_is_called_by_a_dot(tmp_path, capsys, monkeypatch):
+    save(tmp_path / "a.ckpt")
+    monkeypatch.chdir(tmp_path / "a.ckpt")
+    for action, name in (("export", "a.safetensors"), ("consolidate", "a.consolidated.ckpt")):
+        assert say(capsys, action, ".").strip() == str(tmp_path / name) and (tmp_path / name).is_file()
+
+
+@pytest.mark.parametrize("action", ["export", "consolidate"])
+def test_what_a_killed_process_has_left_goes_at_the_next(action, tmp_path, capsys, monkeypatch):
+    save(tmp_path / "a.ckpt")
+    monkeypatch.setattr(temporary, "drop", lambda path: None)  # a killed process does not
+    monkeypatch.setattr(folder if action == "consolidate" else safetensors_write, KILLED[action], killed)
+    with pytest.raises(KeyboardInterrupt):
+        say(capsys, action, tmp_path / "a.ckpt")
+    assert len(list(tmp_path.glob(".a.*.part"))) == 1
+    monkeypatch.undo()
+    temporary._in_use.clear()
+    say(capsys, action, tmp_path / "a.ckpt")
+    assert not list(tmp_path.glob(".*"))
+
+
 @pytest.mark.parametrize("later", [False, True])
 def test_folders_with_16_bit_weights(tmp_path, capsys, later):
     save(tmp_path / "a.ckpt", settings={"save_16bit_weights": True, "async_save": later})
@@ -132,6 +189,22 @@ def test_objects_need_trust(tmp_path, capsys):
     say(capsys, "consolidate", tmp_path / "a.ckpt", "--trust")
     made = torch.load(tmp_path / "a.consolidated.ckpt", weights_only=False)
     assert made["hyper_parameters"]["where"] == Path("somewhere")
+
+
+class Holder:
+    """Tensors in an object: two that share memory, one of them a part."""
+
+    def __init__(self, values):
+        self.values, self.part = values, values[1:3]
+
+
+def test_tensors_in_objects_are_in_the_file(tmp_path, capsys):
+    save(tmp_path / "a.ckpt", where=Holder(torch.arange(4.0)))
+    say(capsys, "consolidate", tmp_path / "a.ckpt", "--trust")
+    made, want = (torch.load(tmp_path / name, weights_only=False) for name in ("a.consolidated.ckpt", "full.ckpt"))
+    found = made["hyper_parameters"]["where"]
+    assert found.values.tolist() == [0, 1, 2, 3] and found.part.tolist() == [1, 2]
+    assert torch.equal(made["state_dict"]["first.weight"], want["state_dict"]["first.weight"])
 
 
 def test_damage_is_found(tmp_path):

@@ -16,6 +16,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from harness import RankFailed, distributed, run_ranks
@@ -538,7 +539,7 @@ def test_files_and_folders_take_each_others_place(rank, world_size, tmp_path):
 def test_what_is_left_of_killed_processes_goes_at_the_next_save(tmp_path):
     dead = subprocess.Popen(["true"])  # and nobody waits for it yet
     os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)
-    host = socket.gethostname()
+    host = temporary._host()
     ours, theirs = f"{host}-{dead.pid}", f"elsewhere-{dead.pid}"
     for name in (
         f".x.ckpt.{ours}-0a.part", f".y.ckpt.{ours}-0b.part", f".x.ckpt.{host}-{os.getpid()}-0c.part",
@@ -551,7 +552,8 @@ def test_what_is_left_of_killed_processes_goes_at_the_next_save(tmp_path):
     (tmp_path / ".mine.part").write_text("somebody else's")
     (tmp_path / ".hidden").mkdir()
     mine = folder.new_part(tmp_path / "z.ckpt")
-    saved(tmp_path / "x.ckpt")
+    (tmp_path / "same").symlink_to(tmp_path)
+    saved(tmp_path / "same" / "x.ckpt")
     # of others only the same name goes, which nobody else writes at the same time; what is being written stays
     stay = [".hidden", ".mine.part", f".y.ckpt.{theirs}-0e.part", f".y.ckpt.{host}-{os.getppid()}-0f.part", mine.name]
     assert left_behind(tmp_path) == sorted(stay)
@@ -560,6 +562,27 @@ def test_what_is_left_of_killed_processes_goes_at_the_next_save(tmp_path):
     full.write({}, tmp_path / "y.ckpt")
     assert left_behind(tmp_path) == sorted([".hidden", ".mine.part", f".y.ckpt.{host}-{os.getppid()}-0f.part"])
     dead.wait()
+
+
+@pytest.mark.parametrize("host", ["node", "node.of.a.cluster"])
+def test_names_that_begin_alike_are_not_taken_for_one_another(host, tmp_path, monkeypatch):
+    """What is left of ``1.5``, or is being written by another host, is nothing to ``1``."""
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    longer, shorter = tmp_path / "1.5", tmp_path / "1"
+    saved(longer, "old")
+    aside, theirs = temporary.name(longer, "old"), tmp_path / f".{longer.name}.elsewhere-1-0a.part"
+    longer.rename(aside)
+    theirs.mkdir()
+    temporary._in_use.clear()
+    with pytest.raises(FileNotFoundError):
+        folder.find(shorter)
+    saved(shorter)
+    assert text_of(shorter) == "new" and left_behind(tmp_path) == sorted([aside.name, theirs.name])
+    with pytest.raises(FileNotFoundError, match=r"1\.5 is called "):
+        folders.refuse_moved(tmp_path, "1")
+    assert text_of(folder.find(longer)) == "old"
+    saved(longer)
+    assert text_of(longer) == "new" and left_behind(tmp_path) == []
 
 
 def test_killed_between_two_renames(tmp_path, monkeypatch):
@@ -620,6 +643,10 @@ def test_links_are_removed_as_links_and_follow_what_is_whole(tmp_path):
     assert text_of(first) == "one" and not link.is_symlink()
     link.symlink_to(first.name)
     saved(second, "two")
+    other = tmp_path / "other.ckpt"
+    other.symlink_to(first.name)
+    folder.remove(other)
+    assert text_of(link) == "one"  # what it leads to is still there
     folder.remove(first)
     assert text_of(link) == "two" and os.readlink(link) == "2.ckpt" and not first.exists()
     folder.remove(second)
@@ -761,6 +788,33 @@ def tensors(path):
     optimizer = state["optimizer_states"][0]["state"]
     found = {f"{name}.{key}": value for name, entry in optimizer.items() for key, value in entry.items()}
     return {name: torch.as_tensor(value + 0) for name, value in {**state["state_dict"], **found}.items()}
+
+
+class Counting(Net):
+    """Has values that are no tensors, and changes them in place."""
+
+    def __init__(self, seed=0):
+        super().__init__(seed)
+        self.count = [0, np.zeros(2)]
+
+    def get_extra_state(self):
+        return self.count
+
+    def set_extra_state(self, state):
+        pass
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.count[0] += 1
+        self.count[1] += 1
+
+
+@distributed(world_size=2, timeout=40)
+def test_values_that_are_no_tensors_are_of_the_time_of_the_save(rank, world_size, tmp_path, monkeypatch):
+    gate, a = Gate(monkeypatch), tmp_path / "a.ckpt"
+    work = Batches(batch0=lambda run: run.save_checkpoint(a), batch2=lambda run: gate.open.set())
+    trainer(rank, world_size, tmp_path, sharded(async_save=True), callbacks=[work]).fit(Counting(), loader(24))
+    count, array = reader.checkpoint(reader.Folder(a), False)["state_dict"]["_extra_state"]
+    assert count == 1 and array.tolist() == [1, 1]
 
 
 @distributed(world_size=2, timeout=40)

@@ -644,6 +644,16 @@ def test_metadata_that_name_files_elsewhere_are_refused(name, tmp_path):
         load_from_checkpoint(Parallel, path)
 
 
+@pytest.mark.parametrize("stored", [None, {"x": 1}])
+def test_metadata_that_say_nothing_are_refused(stored, tmp_path):
+    path = tmp_path / "it.ckpt"
+    path.mkdir()
+    (path / folder.META).write_bytes(b"")
+    (path / folder.METADATA).write_bytes(pickle.dumps(dcp.Metadata({}, storage_data=stored)))
+    with pytest.raises(ValueError, match="does not describe a checkpoint"):
+        load_from_checkpoint(Parallel, path)
+
+
 # Tensors of all kinds
 
 

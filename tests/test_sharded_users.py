@@ -16,6 +16,7 @@ from test_strategy import DIM, Net, loader, trainer, zero
 from torch import nn
 
 from lightning_zero import gathered
+from lightning_zero.checkpoint import reader
 from lightning_zero.checkpoint.load import load_from_checkpoint
 
 
@@ -227,6 +228,14 @@ class Frozen(Adapter):
         return Net.state_dict(self, *args, **kwargs)
 
 
+class Tied(Frozen):
+    """What is frozen has two names."""
+
+    def __init__(self, seed=0):
+        super().__init__(seed)
+        self.blocks_again = self.blocks
+
+
 @distributed(world_size=2)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(
@@ -235,6 +244,8 @@ class Frozen(Adapter):
         (Adapter, {}),
         (Frozen, {"exclude_frozen": True}),
         (Frozen, {"exclude_frozen": True, "state_dict_type": "full"}),
+        (Tied, {"exclude_frozen": True}),
+        (Tied, {"exclude_frozen": True, "state_dict_type": "full"}),
     ],
 )
 def test_only_what_is_trained(rank, world_size, stage, cls, settings, tmp_path):
@@ -319,6 +330,23 @@ class Moved(Net):
 
     def on_load_checkpoint(self, checkpoint):
         checkpoint["state_dict"] = checkpoint.pop("generator")
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("name", ["model", "master", "optimizer_1"])
+def test_names_that_a_folder_has_for_itself(rank, world_size, name, tmp_path):
+    """Whoever wants parts of parameters there is told so; other values may have these names."""
+
+    class Named(Net):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint[name] = {"w": checkpoint["state_dict"]["head.weight"]} if parts else {"w": torch.ones(2)}
+
+    parts = False
+    saved(rank, world_size, tmp_path, Named())
+    assert_same(reader.checkpoint(reader.Folder(tmp_path / "a"), True)[name], {"w": torch.ones(2)})
+    parts = True
+    with pytest.raises(ValueError, match=f"{name}.*another name"):
+        saved(rank, world_size, tmp_path, Named())
 
 
 @distributed(world_size=2)

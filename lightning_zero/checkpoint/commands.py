@@ -7,6 +7,7 @@ python -m lightning_zero checkpoint export PATH [--output PATH] [--dtype bf16]  
 """
 
 import argparse
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
     elif options.action == "export":
         print(export(options.path, options.output, DTYPES.get(options.dtype), options.max_file_bytes))
     else:
-        target = options.output or options.path.with_name(f"{options.path.stem}.consolidated.ckpt")
+        target = options.output or _beside(options.path, ".consolidated.ckpt")
         with _opened(options.path) as source, _bar("consolidate", _tensor_bytes(source)) as bar:
             consolidate(source, target, options.trust, bar.update)
         print(target)
@@ -126,14 +127,20 @@ def export(path: Path, output: Path | None, dtype: torch.dtype | None, max_file_
         FileExistsError: there is something already.
         ValueError: the folder is damaged, or holds what safetensors cannot.
     """
-    target = output or path.with_name(f"{path.stem}.safetensors")
+    target = output or _beside(path, ".safetensors")
     if target.exists() and not (target.is_dir() and not list(target.glob("*.safetensors"))):
         raise FileExistsError(f"{target} exists: choose another name or remove it.")
     with _opened(path) as source:
         state = reader.weights(source)
+        state = state if dtype is None else reader.exact(state)
         with _bar("export", sum(value.nbytes for value in state.values() if isinstance(value, Tensor))) as bar:
             save_state(reader.told(state, bar.update), target, dtype, max_file_bytes)
     return target
+
+
+def _beside(path: Path, ending: str) -> Path:
+    named = Path(os.path.abspath(path))  # "." has no name
+    return named.with_name(f"{named.stem}{ending}")
 
 
 @contextmanager

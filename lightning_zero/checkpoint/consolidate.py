@@ -1,17 +1,17 @@
 """From a folder to one file that any strategy of Lightning's loads, one tensor in memory at a time."""
 
-import os
+import io
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map_only
 
-from lightning_zero.checkpoint import reader
+from lightning_zero.checkpoint import folder, reader, temporary
 from lightning_zero.engine.elsewhere import StoredTensor
 
 Progress = Callable[[int], Any]
@@ -39,13 +39,14 @@ def consolidate(source: reader.Folder, target: Path, trust: bool, progress: Prog
     states = checkpoint.get("optimizer_states", [])
     if states:
         checkpoint["optimizer_states"] = [numbered(state) for state in states]
-    part = target.with_name(f".{target.name}.{uuid4().hex}.part")
+    temporary.sweep(target)
+    part = temporary.name(target)
     try:
         _write_frame(checkpoint, part)
         _fill(checkpoint, part, progress)
-        part.replace(target)
+        folder.commit(part, target)
     finally:
-        part.unlink(missing_ok=True)
+        temporary.drop(part)
 
 
 def numbered(state: dict[str, Any]) -> dict[str, Any]:
@@ -65,15 +66,13 @@ def _write_frame(checkpoint: Any, path: Path) -> None:
     """Write the file with room for the tensors' values."""
     fakes: dict[int, Tensor] = {}
 
-    def fake(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if id(value) not in fakes:
-            fakes[id(value)] = torch.empty(value.shape, dtype=value.dtype)
-        return fakes[id(value)]
+    def fake(stored: Tensor) -> Tensor:
+        if id(stored) not in fakes:
+            fakes[id(stored)] = torch.empty(stored.shape, dtype=stored.dtype)
+        return fakes[id(stored)]
 
     with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(tree_map(fake, checkpoint), path)
+        torch.save(tree_map_only(StoredTensor, fake, checkpoint), path)
 
 
 def _fill(checkpoint: Any, path: Path, progress: Progress) -> None:
@@ -81,12 +80,27 @@ def _fill(checkpoint: Any, path: Path, progress: Progress) -> None:
         places = torch.load(path, weights_only=False)  # what has been loaded before
     done: set[int] = set()
     with path.open("r+b") as file:
-        for value, place in zip(tree_leaves(checkpoint), tree_leaves(places), strict=True):
-            if isinstance(value, Tensor) and id(value) not in done:
-                done.add(id(value))
-                whole = value.whole() if isinstance(value, StoredTensor) else value.detach().cpu().contiguous()
-                file.seek(place.untyped_storage()._checkpoint_offset)
-                file.write(whole.view(-1).view(torch.uint8).numpy().data)
-                progress(whole.nbytes)
-        file.flush()
-        os.fsync(file.fileno())
+        for value, place in zip(_tensors(checkpoint), _tensors(places), strict=True):
+            offset: int = place.untyped_storage()._checkpoint_offset  # type: ignore[assignment]
+            if offset not in done:
+                done.add(offset)
+                values = value.whole() if isinstance(value, StoredTensor) else value
+                memory = torch.empty(0, dtype=torch.uint8).set_(values.untyped_storage())
+                file.seek(offset)
+                file.write(memory.numpy().data)
+                progress(memory.nbytes)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """All tensors in it, in the order in which they are pickled: those in the user's objects, too."""
+    found: list[Tensor] = []
+
+    class Finder(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if not isinstance(obj, Tensor):
+                return NotImplemented
+            found.append(obj)
+            return int, ()
+
+    Finder(io.BytesIO()).dump(value)
+    return found

@@ -10,6 +10,7 @@ import os
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -20,6 +21,12 @@ META = "meta.pt"
 
 METADATA = ".metadata"
 """Which tensors there are and where they lie. The name of ``torch.distributed.checkpoint``."""
+
+
+def local(path: Any) -> Path | None:
+    """The path, if it is one of this host; None for an address."""
+    text = os.fspath(path)
+    return None if "://" in text or "::" in text else Path(text).expanduser()
 
 
 def is_folder(path: Path) -> bool:
@@ -126,7 +133,8 @@ def remove(path: Path) -> None:
 
     A link beside it that leads to it (``save_last="link"``) leads to the newest whole folder from now on.
     """
-    _redirect_links(path)
+    if not path.is_symlink():
+        _redirect_links(path)
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():

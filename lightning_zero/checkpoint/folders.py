@@ -14,12 +14,6 @@ from lightning_zero.checkpoint.writer import write_folder
 from lightning_zero.engine import Communicator
 
 
-def local(path: Any) -> Path | None:
-    """The path, if it is one of this host; None for an address."""
-    text = os.fspath(path)
-    return None if "://" in text or "::" in text else Path(text).expanduser()
-
-
 def save(
     comm: Communicator,
     background: Background,
@@ -87,7 +81,7 @@ def _refuse_unseen(part: Path, target: Path) -> None:
 
 
 def _target(filepath: Any, storage_options: Any) -> Path:
-    target = local(filepath)
+    target = folder.local(filepath)
     if target is None:
         raise ValueError(f'{filepath} is not a local path: state_dict_type="sharded" needs one that all ranks reach.')
     if storage_options is not None:
@@ -104,7 +98,7 @@ def find(filepath: Any) -> Path | None:
         FileNotFoundError: there is nothing; it is a directory with other things; it is a link that leads nowhere, and
             there is no whole folder beside it.
     """
-    path = local(filepath)
+    path = folder.local(filepath)
     if path is None or path.is_file():
         return None
     found = folder.find(path)
@@ -123,7 +117,7 @@ def refuse_dangling(paths: Iterable[str]) -> None:
     Raises:
         FileNotFoundError: the message names the newest whole folder beside it.
     """
-    for path in map(local, paths):
+    for path in map(folder.local, paths):
         if path is not None and path.is_symlink() and not path.exists():
             try:
                 advice = f"Resume with ckpt_path={str(folder.find(path))!r}, the newest whole one, or"
@@ -151,13 +145,13 @@ def refuse_moved(directory: Path | None, begin: str) -> None:
 
 
 def remove(background: Background, filepath: Any, otherwise: Callable[[], None]) -> None:
-    """Remove a checkpoint, once what is being written is complete; ``otherwise`` removes what is no folder and no file
-    of this host.
+    """Remove a checkpoint, once what is being written is complete; ``otherwise`` removes other things than folders and
+    links.
     """
-    path = local(filepath)
+    path = folder.local(filepath)
 
     def now() -> None:
-        if path is not None and (path.is_symlink() or path.is_file() or folder.is_folder(path)):
+        if path is not None and (path.is_symlink() or folder.is_folder(path)):
             folder.remove(path.absolute())
         else:
             otherwise()

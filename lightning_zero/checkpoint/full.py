@@ -24,7 +24,7 @@ def module_state(module: nn.Module, engine: Engine, rank: int) -> dict[str, Any]
     Tied names share one tensor; buffers and extra state are as the module gives them. Ranks other than 0 get ``{}``.
     """
     # a sharded parameter stands for itself, unread, until its value is put here
-    with _Undetached(engine):
+    with Undetached(engine):
         state: dict[str, Any] = module.state_dict()
     wanted = {id(value) for value in state.values()}
     whole: dict[int, Tensor] = {}
@@ -54,7 +54,7 @@ def load_module_state(module: nn.Module, engine: Engine, state: Mapping[str, Any
     engine.load_parameters(caught.values)
 
 
-class _Undetached(TorchFunctionMode):
+class Undetached(TorchFunctionMode):
     """``detach`` returns the engine's parameters themselves (without an engine, all): ``keep_vars`` for a
     ``state_dict()`` of any signature.
     """

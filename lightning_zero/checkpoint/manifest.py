@@ -51,7 +51,8 @@ class SummedFile:
     def _flush_behind(self) -> None:
         if self._on_its_way is None or self._on_its_way.done():
             self._raise_early()
-            self._on_its_way = self._to_disk.submit(os.fdatasync, self._file.fileno())
+            flush = getattr(os, "fdatasync", os.fsync)  # macOS has none
+            self._on_its_way = self._to_disk.submit(flush, self._file.fileno())
 
     def _raise_early(self) -> None:
         if self._on_its_way is not None:

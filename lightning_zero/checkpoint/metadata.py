@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
 _ALLOWED = {
@@ -42,12 +43,13 @@ def read(path: Path) -> Metadata:
     """
     with path.open("rb") as file:
         try:
-            found = _Unpickler(file).load()
+            found: Metadata = _Unpickler(file).load()
         except Exception as error:  # a damaged pickle may raise anything
             raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}.") from error
-    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+    stored = found.storage_data if isinstance(found, Metadata) else None
+    if not isinstance(stored, dict) or not all(isinstance(info, _StorageInfo) for info in stored.values()):
         raise ValueError(f"{path} does not describe a checkpoint.")
-    for name in {info.relative_path for info in found.storage_data.values()}:
+    for name in {str(info.relative_path) for info in stored.values()}:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{path} names a file outside of its folder: {name}.")
     return found

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_zero.checkpoint.full import _Undetached
+from lightning_zero.checkpoint.full import Undetached
 from lightning_zero.engine import Engine
 from lightning_zero.engine.names import clean_name
 
@@ -30,7 +30,7 @@ def engine_of(module: nn.Module) -> Engine | None:
 
 def named_state(module: nn.Module) -> dict[str, Any]:
     """``module.state_dict()``, in which parameters stand for themselves: none is read."""
-    with _Undetached(None):
+    with Undetached(None):
         return dict(module.state_dict())
 
 

@@ -215,6 +215,12 @@ def weights(source: Folder, weights_only: bool | None = None) -> dict[str, Any]:
     return found
 
 
+def exact(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with master weights in the place of those that are rounded."""
+    masters = {id(v): v.exact for v in state.values() if isinstance(v, StoredTensor) and v.exact is not None}
+    return {name: masters.get(id(value), value) for name, value in state.items()}
+
+
 def told(state: Mapping[str, Any], progress: Callable[[int], Any]) -> dict[str, Any]:
     """The same, in which a tensor says how many bytes it has when it is read."""
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint import folder
 from lightning_zero.checkpoint.boxes import boxes
 from lightning_zero.engine.elsewhere import StoredTensor
 
@@ -246,7 +247,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     Raises:
         ValueError: it is somewhere else.
     """
-    text = os.fspath(path)
-    if "://" in text or "::" in text:
-        raise ValueError(f"{text} is no local path: read and write safetensors in a folder of this host.")
-    return Path(text).expanduser()
+    found = folder.local(path)
+    if found is None:
+        raise ValueError(f"{os.fspath(path)} is no local path: read and write safetensors in a folder of this host.")
+    return found

@@ -8,12 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
-from uuid import uuid4
 
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint import folder
+from lightning_zero.checkpoint import folder, temporary
 from lightning_zero.checkpoint.safetensors_file import INDEX, Piece, memory_of, write_all
 
 CHUNK = 2**24
@@ -58,6 +57,7 @@ class Writer:
         """
         for output, begin in zip(self._outputs, self._headers, strict=True) if self._headers is not None else ():
             output.part.parent.mkdir(parents=True, exist_ok=True)
+            temporary.sweep(output.path)
             fd = os.open(output.part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             self._fds.append(fd)
             os.ftruncate(fd, output.nbytes)
@@ -116,7 +116,7 @@ class Writer:
             with suppress(OSError):
                 os.close(fd)
         for output in self._outputs if self._headers is not None else ():
-            output.part.unlink(missing_ok=True)
+            temporary.drop(output.part)
 
 
 def begin_writing(fd: int, offset: int, nbytes: int) -> None:
@@ -124,11 +124,6 @@ def begin_writing(fd: int, offset: int, nbytes: int) -> None:
     if sys.platform == "linux":
         with suppress(OSError):
             os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
-
-
-def temporary(path: Path) -> Path:
-    """A name beside a path for what is not complete."""
-    return path.with_name(f".{path.name}.{uuid4().hex}.part")
 
 
 def publish(outputs: Sequence[Output]) -> None:
@@ -162,7 +157,7 @@ def publish_folder(outputs: Sequence[Output], places: Mapping[str, Place]) -> No
 
 
 def _write_index(path: Path, content: Mapping[str, object]) -> None:
-    part = temporary(path)
+    part = temporary.name(path)
     try:
         with part.open("w", encoding="utf-8") as file:
             file.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
@@ -171,7 +166,7 @@ def _write_index(path: Path, content: Mapping[str, object]) -> None:
         part.replace(path)
         folder.sync(path.parent)
     finally:
-        part.unlink(missing_ok=True)
+        temporary.drop(part)
 
 
 def _remove_numbered(there: Path, kept: Iterable[Path]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero import host
+from lightning_zero.checkpoint import temporary
 from lightning_zero.checkpoint.boxes import boxes
 from lightning_zero.checkpoint.named import Names, engine_of, name_in_file, named_state
 from lightning_zero.checkpoint.safetensors_file import NAMES, header, local_path
@@ -23,7 +24,6 @@ from lightning_zero.checkpoint.safetensors_output import (
     Writer,
     publish,
     publish_folder,
-    temporary,
 )
 from lightning_zero.engine import Communicator, Engine, TierError
 from lightning_zero.engine.elsewhere import OwnPart, StoredTensor
@@ -236,7 +236,7 @@ def _plan(sources: Mapping[str, Source], path: Path, max_file_bytes: float | Non
         begin, pieces = header({name: (sources[name].dtype, sources[name].value.shape) for name in group})
         count = f"-{number + 1:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
         target = path / f"model{count}.safetensors" if in_folder else path
-        outputs.append(Output(target, temporary(target), len(begin) + sum(sizes[name] for name in group)))
+        outputs.append(Output(target, temporary.name(target), len(begin) + sum(sizes[name] for name in group)))
         headers.append(begin)
         places |= {name: Place(number, piece) for name, piece in pieces.items()}
     params = {source.number: places[name] for name, source in sources.items() if source.number is not None}

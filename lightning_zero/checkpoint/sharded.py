@@ -2,7 +2,9 @@
 
 import hashlib
 import io
+import re
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.utils._pytree import keystr, tree_any, tree_flatten_with_path, tree_leaves, tree_map, tree_structure
 
-from lightning_zero.checkpoint.full import _Undetached
+from lightning_zero.checkpoint.full import Undetached
 from lightning_zero.engine import Communicator, Engine
 from lightning_zero.engine.elsewhere import OwnPart
 from lightning_zero.engine.names import clean_name
@@ -21,7 +23,7 @@ def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:
     """``module.state_dict()`` with this rank's parts in the place of parameters, under the names of a module that is
     not compiled. Buffers and extra state are as the module gives them.
     """
-    with _Undetached(engine):
+    with Undetached(engine):
         state: dict[str, Any] = module.state_dict()
     wanted = {id(value) for value in state.values()}
     parts = {id(param): (part, master) for param, part, master in engine.own_parts() if id(param) in wanted}
@@ -38,6 +40,9 @@ def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:
 
 ALIGNED = 64
 """Bytes, a multiple of what an element of any dtype has."""
+
+_OURS = re.compile(r"model|master|optimizer_\d+")
+"""Sections of a folder beside ``state_dict``: its second name, master weights, optimizers."""
 
 
 class Sealed:
@@ -70,13 +75,21 @@ def agree_on_parts(comm: Communicator, checkpoint: Mapping[str, Any]) -> None:
 
 
 def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A checkpoint of Lightning's in two: what goes into the folder's data, by section, and what into ``meta.pt``."""
+    """A checkpoint of Lightning's in two: what goes into the folder's data, by section, and what into ``meta.pt``.
+
+    Raises:
+        ValueError: a hook has put parts of parameters under a name that the folder's own data have.
+    """
     sections: dict[str, Any] = {}
     meta: dict[str, Any] = {}
     for key, value in checkpoint.items():
         if key == "optimizer_states":
             sections |= {f"optimizer_{number}": state for number, state in enumerate(value)}
-        elif key == "state_dict" or tree_any(_is_part, value):
+        elif key == "state_dict":
+            sections[key] = _sealed(value)
+        elif tree_any(_is_part, value):
+            if _OURS.fullmatch(str(key)):
+                raise ValueError(f"A hook has put parameters into the checkpoint as {key!r}: use another name.")
             sections[key] = _sealed(value)
         else:
             meta[key] = value
@@ -131,7 +144,7 @@ def _copied(copies: dict[int, Any], value: Any) -> Any:
     if isinstance(value, Sealed):
         return Sealed(tree_map(partial(_copied, copies), value.value))
     if not isinstance(value, Tensor):
-        return value
+        return deepcopy(value)
     if id(value) not in copies:
         copies[id(value)] = value.detach().cpu().clone()
     return copies[id(value)]

@@ -15,22 +15,27 @@ from uuid import uuid4
 Kind = Literal["part", "old", "link"]
 """What is being written or removed, what gives its place to something newer, a link."""
 
-_NAME = re.compile(r"\.(?P<whose>.+)-(?P<pid>\d+)-[0-9a-f]+\.(?P<kind>part|old|link)")
+_NAME = re.compile(r"\.(?P<target>.+)\.(?P<host>[^.]+)-(?P<pid>\d+)-[0-9a-f]+\.(?P<kind>part|old|link)")
 
-_in_use: set[Path] = set()
-"""Those of this process. (A process that was killed may have had the same number, in a container.)"""
+_in_use: set[str] = set()
+"""Names of this process, in whatever directory. (One that was killed may have had the same number, in a container.)"""
 
 
 def name(target: Path, kind: Kind = "part") -> Path:
     """A new name beside ``target``, in use until :func:`drop`."""
-    found = target.parent / f"{_begin(target)}{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}.{kind}"
-    _in_use.add(found)
+    found = target.parent / f".{_called(target)}.{_host()}-{os.getpid()}-{uuid4().hex[:8]}.{kind}"
+    _in_use.add(found.name)
     return found
 
 
-def _begin(target: Path) -> str:
+def _called(target: Path) -> str:
     """Lightning takes every name with ``ckpt_`` in it, and all digits behind that, for a checkpoint of SLURM's."""
-    return f".{target.name.replace('ckpt_', 'ckpt-')}."
+    return target.name.replace("ckpt_", "ckpt-")
+
+
+def _host() -> str:
+    """Without dots, so that it can be told from the target's name, which may have some."""
+    return socket.gethostname().replace(".", "_")
 
 
 def is_temporary(path: Path) -> bool:
@@ -52,23 +57,21 @@ def drop(path: Path) -> OSError | None:
     except OSError as error:
         return error
     finally:
-        _in_use.discard(path)
+        _in_use.discard(path.name)
     return None
 
 
 def olds(target: Path) -> list[Path]:
     """What was at ``target``, where a process was killed after it had moved that aside and before the new was there."""
-    begin = _begin(target)
-    with suppress(OSError):
-        return [path for path in target.parent.iterdir() if path.name.startswith(begin) and path.suffix == ".old"]
-    return []
+    return [old for old, name in all_olds(target.parent) if name == _called(target)]
 
 
 def all_olds(directory: Path) -> list[tuple[Path, str]]:
-    """All such things in a directory, each with the name that it had (as far as this host can tell)."""
-    names = [(path, _NAME.fullmatch(path.name)) for path in directory.iterdir()] if directory.is_dir() else []
-    host = f".{socket.gethostname()}"
-    return [(path, match["whose"].removesuffix(host)) for path, match in names if match and match["kind"] == "old"]
+    """All such things in a directory, each with the name that it had."""
+    names: list[tuple[Path, re.Match[str] | None]] = []
+    with suppress(OSError):
+        names = [(path, _NAME.fullmatch(path.name)) for path in directory.iterdir()]
+    return [(path, match["target"]) for path, match in names if match and match["kind"] == "old"]
 
 
 def sweep(target: Path) -> None:
@@ -88,10 +91,12 @@ def sweep(target: Path) -> None:
 
 def _is_left(path: Path, target: Path) -> bool:
     match = _NAME.fullmatch(path.name)
-    same = path.name.startswith(_begin(target))
-    if match is None or path in _in_use or (match["kind"] == "old" and not same):
+    if match is None or path.name in _in_use:
         return False
-    if match["whose"].endswith(f".{socket.gethostname()}"):
+    same = match["target"] == _called(target)
+    if match["kind"] == "old" and not same:
+        return False
+    if match["host"] == _host():
         return int(match["pid"]) == os.getpid() or not _is_alive(int(match["pid"]))
     return same
 
