@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import safetensors.torch
 import torch
@@ -229,9 +230,9 @@ def test_damage_is_found(tmp_path):
 
 def test_from_the_command_line(tmp_path):
     save(tmp_path / "a.ckpt")
-    command = [sys.executable, "-m", "lightning_zero", "checkpoint", "verify", str(tmp_path / "a.ckpt")]
-    done = subprocess.run(command, env=environment(ROOT), text=True, capture_output=True, timeout=120)
-    assert done.returncode == 0 and "complete, and as it was written" in done.stdout and "100%" not in done.stdout
+    words = ["-m", "lightning_zero", "checkpoint", "verify", str(tmp_path / "a.ckpt")]
+    output, code = forked.run(*words, cwd=tmp_path)
+    assert code == 0 and "complete, and as it was written" in output and "100%" not in output, output
     (tmp_path / "a.ckpt" / "meta.pt").unlink()
-    done = subprocess.run(command, env=environment(ROOT), text=True, capture_output=True, timeout=120)
+    done = subprocess.run([sys.executable, *words], env=environment(ROOT), text=True, capture_output=True, timeout=120)
     assert done.returncode == 1 and "meta.pt is missing" in done.stderr and "Traceback" not in done.stderr
