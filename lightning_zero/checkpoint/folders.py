@@ -151,13 +151,13 @@ def refuse_moved(directory: Path | None, begin: str) -> None:
 
 
 def remove(background: Background, filepath: Any, otherwise: Callable[[], None]) -> None:
-    """Remove a checkpoint, once what is being written is complete; ``otherwise`` removes what is no folder and no file
-    of this host.
+    """Remove a checkpoint, once what is being written is complete; ``otherwise`` removes what is no folder and no link
+    of this host: files are the CheckpointIO plugin's.
     """
     path = local(filepath)
 
     def now() -> None:
-        if path is not None and (path.is_symlink() or path.is_file() or folder.is_folder(path)):
+        if path is not None and (path.is_symlink() or folder.is_folder(path)):
             folder.remove(path.absolute())
         else:
             otherwise()
