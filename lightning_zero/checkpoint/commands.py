@@ -7,6 +7,7 @@ python -m lightning_zero checkpoint export PATH [--output PATH] [--dtype bf16]  
 """
 
 import argparse
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_zero.checkpoint import folder, reader
+from lightning_zero.checkpoint.boxes import is_dense
 from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.checkpoint.files import CheckedFile
 from lightning_zero.checkpoint.manifest import BLOCK
@@ -66,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
     elif options.action == "export":
         print(export(options.path, options.output, DTYPES.get(options.dtype), options.max_file_bytes))
     else:
-        target = options.output or options.path.with_name(f"{options.path.stem}.consolidated.ckpt")
+        target = options.output or _beside(options.path, ".consolidated.ckpt")
         with _opened(options.path) as source, _bar("consolidate", _tensor_bytes(source)) as bar:
             consolidate(source, target, options.trust, bar.update)
         print(target)
@@ -126,14 +128,23 @@ def export(path: Path, output: Path | None, dtype: torch.dtype | None, max_file_
         FileExistsError: there is something already.
         ValueError: the folder is damaged, or holds what safetensors cannot.
     """
-    target = output or path.with_name(f"{path.stem}.safetensors")
+    target = output or _beside(path, ".safetensors")
     if target.exists() and not (target.is_dir() and not list(target.glob("*.safetensors"))):
         raise FileExistsError(f"{target} exists: choose another name or remove it.")
     with _opened(path) as source:
-        state = reader.weights(source)
-        with _bar("export", sum(value.nbytes for value in state.values() if isinstance(value, Tensor))) as bar:
+        everything = reader.weights(source)
+        state = {name: value for name, value in everything.items() if isinstance(value, Tensor) and is_dense(value)}
+        if others := [name for name in everything if name not in state]:
+            print(f"left out, for a safetensors file holds dense tensors only: {', '.join(others)}")
+        with _bar("export", sum(value.nbytes for value in state.values())) as bar:
             save_state(reader.told(state, bar.update), target, dtype, max_file_bytes)
     return target
+
+
+def _beside(path: Path, ending: str) -> Path:
+    """A name of its own for what is made of a folder, also of the one in which the user is."""
+    path = Path(os.path.abspath(path)) if path.name in ("", "..") else path
+    return path.with_name(path.name.removesuffix(".ckpt") + ending)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zero.checkpoint import reader
+from lightning_zero.checkpoint.boxes import is_dense
 from lightning_zero.engine.elsewhere import StoredTensor
 
 Progress = Callable[[int], Any]
@@ -38,9 +39,11 @@ def consolidate(source: reader.Folder, target: Path, trust: bool, progress: Prog
     checkpoint = reader.checkpoint(source, weights_only=not trust)
     states = checkpoint.get("optimizer_states", [])
     if states:
-        checkpoint["optimizer_states"] = [numbered(state) for state in states]
+        checkpoint["optimizer_states"] = [numbered(state) if state else state for state in states]
     part = target.with_name(f".{target.name}.{uuid4().hex}.part")
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part.touch(exist_ok=False)  # torch's writer does not say what is wrong with the place
         _write_frame(checkpoint, part)
         _fill(checkpoint, part, progress)
         part.replace(target)
@@ -68,6 +71,11 @@ def _write_frame(checkpoint: Any, path: Path) -> None:
     def fake(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
+        if not is_dense(value):
+            raise ValueError(
+                f"There is a tensor of layout {value.layout} and dtype {value.dtype}, and only dense ones have a place "
+                "in a file that is written part by part. lightning.pytorch.utilities.consolidate_checkpoint writes it."
+            )
         if id(value) not in fakes:
             fakes[id(value)] = torch.empty(value.shape, dtype=value.dtype)
         return fakes[id(value)]
