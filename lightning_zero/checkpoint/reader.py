@@ -159,8 +159,11 @@ class Folder:
             file.read(info.offset, memoryview(head))
             return _data_offset(head), torch.empty(tuple(shape), device="meta").stride()
         view: Any = _create_file_view(file.file, info.offset, info.length)  # type: ignore[arg-type]
-        with FakeTensorMode():
-            fake = torch.load(view, weights_only=True)
+        try:
+            with FakeTensorMode():
+                fake = torch.load(view, weights_only=True)
+        except Exception as error:  # torch has many
+            raise ValueError(f"{file.path} is damaged: {error}. Use another checkpoint.") from error
         offset = fake.untyped_storage()._checkpoint_offset
         return offset + fake.storage_offset() * fake.element_size(), fake.stride()
 
@@ -203,6 +206,8 @@ def meta(source: Folder, weights_only: bool | None) -> dict[str, Any]:
             f"{source.path / folder.META} holds objects that may run code when they are loaded: {error}. If you trust "
             "it, use weights_only=False (on the command line: --trust)."
         ) from error
+    except (RuntimeError, EOFError) as error:
+        raise ValueError(f"{source.path / folder.META} is damaged: {error}. Use another checkpoint.") from error
     return found
 
 

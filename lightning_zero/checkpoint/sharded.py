@@ -83,7 +83,7 @@ def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     sections: dict[str, Any] = {}
     meta: dict[str, Any] = {}
     for key, value in checkpoint.items():
-        if key == "optimizer_states":
+        if key == "optimizer_states" and any(value):  # without optimizers Lightning has none, or an empty one
             sections |= {f"optimizer_{number}": state for number, state in enumerate(value)}
         elif key == "state_dict":
             sections[key] = _sealed(value)
@@ -109,8 +109,14 @@ def _sealed(value: Any) -> Any:
         return value
     if not tree_any(_is_part, value):
         return value if _keeps_its_form(value) else Sealed(value)
-    items = {key: _sealed(item) for key, item in (value.items() if isinstance(value, dict) else enumerate(value))}
-    return items if isinstance(value, dict) else list(items.values())
+    if isinstance(value, list):
+        return [_sealed(item) for item in value]
+    if others := [key for key in value if not isinstance(key, str)]:
+        raise TypeError(
+            f"A sharded checkpoint cannot hold a dict with the key {others[0]!r} and a part of a parameter below: keys "
+            "must be strings there."
+        )
+    return {key: _sealed(item) for key, item in value.items()}
 
 
 def _keeps_its_form(value: Any) -> bool:
