@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.jit import ScriptModule
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.guard import Place
@@ -65,6 +67,18 @@ class _PostForward(_UnitHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.engine is not None:
             self.engine.post_forward(self.unit, self.last, failed=_failed(output))
+            if self.engine.record.heard:
+                self._tell_of_backward(output)
+
+    def _tell_of_backward(self, output: Any) -> None:
+        """Record when the unit's backward begins: when the gradient of what it has returned is there."""
+        for value in tree_leaves(output):
+            if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
+                value.register_hook(partial(_begins, self.engine, self.unit))
+
+
+def _begins(engine: Engine, unit: Unit, gradient: Tensor) -> None:
+    engine.record("backward", unit.name)
 
 
 class _EnterScope(_Hook):
