@@ -32,8 +32,8 @@ KINDS = {
     "write": ("written to a tier", DARK),
 }
 CAPTION = (
-    "Gathers, reductions, reads and writes go on beside the computation. A bar under 'standing still' is time in which"
-    " the computation waited for one."
+    "Gathers, reductions, reads and writes go on beside the computation; 'standing still' is when it waited for one. A"
+    " unit's bar has its name, or how that ends."
 )
 STACK = {
     "optimizer": ("optimizer state, this rank's part", BLUE),
@@ -42,10 +42,10 @@ STACK = {
     "gradients": ("gradients", PURPLE),
     "reducing": ("gradients under way in a reduction", RED),
     "windows": ("windows between tier and use", YELLOW),
-    "buffers": ("free, kept for reuse", GREY),
+    "buffers": ("free, kept for reuse", "#888888"),
 }
 OTHER = "activations and other"
-ELSEWHERE = {"offload_optimizer": "state, masters, gradients", "offload_params": "parameters"}
+IN_TIERS = {"offload_optimizer": "optimizer state, masters and gradients", "offload_params": "parameters"}
 MOST_WORDS = 9
 """Phases that get their name into the picture of memory: with more of them the words would cover one another."""
 
@@ -89,15 +89,16 @@ def timeline_figure(spans: Sequence[Span], title: str) -> Any:
             bars = [span for span in spans if span.row == row and _kind(span) == kind]
             if bars:
                 where = [((span.begin - origin) * scale, (span.end - span.begin) * scale) for span in bars]
-                axes.broken_barh(where, (place - 0.4, 0.8), color=KINDS[kind][1], edgecolor="white", linewidth=0.4)
+                named = row in ("phase", "unit", "gather", "reduce")
+                edge = {"edgecolor": "white", "linewidth": 0.4} if named else {"linewidth": 0.4}
+                axes.broken_barh(where, (place - 0.4, 0.8), **{"color": KINDS[kind][1], **edge})
                 used.append(kind)
-                if row in ("unit", "gather", "reduce"):
+                if named:
                     _name(axes, bars, where, place, 11.5 / (length * scale))
     axes.set_yticks(range(len(rows)), [ROWS[row] for row in rows])
     axes.set_xlim(0, length * scale)
     axes.invert_yaxis()
-    axes.set_xlabel(f"time, {unit}. {_sums(spans, length, scale, unit)}")
-    figure.text(0.01, 0.01, CAPTION, fontsize=8, color=DARK)
+    axes.set_xlabel(f"time, {unit}\n{_sums(spans, length, scale, unit)}\n{CAPTION}", fontsize=9)
     _legend(figure, [KINDS[kind] for kind in KINDS if kind in used])
     return figure
 
@@ -107,12 +108,13 @@ def _kind(span: Span) -> str:
 
 
 def _name(axes: Any, spans: Sequence[Span], where: Sequence[tuple[float, float]], place: float, inches: float) -> None:
-    """Write units' names, or how they end, into the bars that are long enough."""
+    """Write names of units and phases, or how they end, into the bars that are long enough."""
     for span, (begin, length) in zip(spans, where, strict=True):
         room = length * inches / 0.075  # characters
-        words = [text for text in (span.unit, span.unit.rpartition(".")[2]) if 0 < len(text) <= room]
+        name = span.unit or span.name
+        words = [text for text in (name, name.rpartition(".")[2]) if len(text) <= room]
         if words:
-            color = "white" if _kind(span) == "backward" else "black"
+            color = "white" if _kind(span) in ("backward", "optimizer") else "black"
             axes.text(begin + length / 2, place, words[0], ha="center", va="center", fontsize=7, color=color)
 
 
@@ -129,23 +131,28 @@ def series(samples: Sequence[Sample]) -> dict[str, list[int]]:
     """Bytes by kind, from the bottom of the picture to its top, with ``OTHER`` where the whole is known; what is
     nought all the time is left out.
 
-    On a CPU the whole is the process' resident memory, which holds libraries, too: ``OTHER`` is what exceeds its least
+    The whole holds libraries, too (on a CPU: it is the process' resident memory): ``OTHER`` is what exceeds its least
     value.
     """
     found = {kind: [sample.nbytes.get(kind, 0) for sample in samples] for kind in STACK}
     found = {kind: values for kind, values in found.items() if any(values)}
-    totals = [sample.total for sample in samples if sample.total is not None]
-    if len(totals) == len(samples):
-        rest = [total - sum(values) for total, *values in zip(totals, *found.values(), strict=True)]
+    if rest := _rest(samples):
         found[OTHER] = [value - min(rest) for value in rest]
     return found
+
+
+def _rest(samples: Sequence[Sample]) -> list[int]:
+    """Bytes that are of no kind; empty where the whole is not known."""
+    known = [(sample.total, sum(sample.nbytes.get(kind, 0) for kind in STACK)) for sample in samples]
+    return [total - kinds for total, kinds in known if total is not None]
 
 
 def memory_figure(samples: Sequence[Sample], title: str) -> Any:
     """One rank's memory over a step, by kind."""
     figure, axes = _figure(title, 14, 6)
     stack = series(samples)
-    highest = max(map(sum, zip(*stack.values(), strict=True)))
+    tops = [sum(values) for values in zip(*stack.values(), strict=True)]
+    highest = max(tops)
     per, unit = next((per, unit) for per, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if highest >= per)
     times = [sample.seconds * 1e3 for sample in samples]
     labelled = {kind: STACK.get(kind, (OTHER, "#DDDDDD")) for kind in stack}
@@ -156,11 +163,25 @@ def memory_figure(samples: Sequence[Sample], title: str) -> Any:
         if words:
             axes.text(begin * 1e3, 1.01, f" {name}", transform=axes.get_xaxis_transform(), fontsize=8, color=DARK)
     axes.set_xlim(times[0], times[-1])
-    axes.set_ylim(0, highest / per * 1.05)
-    axes.set_xlabel("time, ms (without what measuring took)")
+    axes.set_ylim(0, highest / per * 1.08)
+    axes.axhline(highest / per, color=DARK, linewidth=0.7, linestyle="--")
+    most = samples[tops.index(highest)]
+    words = f" most: {highest / per:.1f} {unit}, at '{most.event}'"
+    axes.text(times[0], highest / per, words, va="bottom", fontsize=8, color=DARK)
+    axes.set_xlabel("\n".join(["time, ms (without what measuring took)", *_left_out(samples)]), fontsize=9)
     axes.set_ylabel(f"memory, {unit}")
     _legend(figure, list(labelled.values())[::-1], columns=1)
     return figure
+
+
+def _left_out(samples: Sequence[Sample]) -> list[str]:
+    """What is not in the stack, in words."""
+    first = samples[0]
+    held = [f"{words} {first.nbytes[key] / 1e6:,.1f} MB" for key, words in IN_TIERS.items() if key in first.nbytes]
+    lines = [f"In tiers, not drawn: {'; '.join(held)}."] if held else []
+    if rest := _rest(samples):
+        lines.append(f"'{OTHER}' is what exceeds its least value, {min(rest) / 1e6:,.1f} MB (libraries, say).")
+    return lines
 
 
 def _phases(samples: Sequence[Sample]) -> Iterator[tuple[tuple[str, str], float, bool]]:
