@@ -15,7 +15,7 @@ of them. ``X`` and ``X_done`` enclose something that takes time in this process:
 
 from typing import Protocol
 
-import torch
+from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
 
 _DONE = "_done"
@@ -41,13 +41,13 @@ class Events:
     @property
     def heard(self) -> bool:
         """Whether somebody listens or profiles."""
-        return self.listener is not None or torch.autograd._profiler_enabled()
+        return self.listener is not None or _profiler_enabled()
 
     def __call__(self, event: str, unit: str) -> None:
         """Tell what happens, and to which unit."""
         if self.listener is not None:
             self.listener.append((event, unit))
-        if self._labels or torch.autograd._profiler_enabled():
+        if self._labels or _profiler_enabled():
             self._label(event, unit)
 
     def _label(self, event: str, unit: str) -> None:
@@ -56,7 +56,7 @@ class Events:
             # with a pass the labels of its units end, too: one whose last gradient has not come is open still
             for key in [key for key in self._labels if key == (kind, unit) or (key[0] == kind and not unit)][::-1]:
                 self._labels.pop(key).__exit__(None, None, None)
-        elif (event, unit) not in self._labels and torch.autograd._profiler_enabled():
+        elif (event, unit) not in self._labels and _profiler_enabled():
             label = record_function(f"zero: {event.replace('_', ' ')} {unit}".rstrip())
-            label.__enter__()
+            label.__enter__()  # type: ignore[no-untyped-call]
             self._labels[event, unit] = label

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from torch.jit import ScriptModule
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from lightning_zero.engine.events import Events
 from lightning_zero.engine.guard import Place
 from lightning_zero.engine.modes import uncompiled
 from lightning_zero.engine.unit import Unit
@@ -68,17 +68,18 @@ class _PostForward(_UnitHook):
         if self.engine is not None:
             self.engine.post_forward(self.unit, self.last, failed=_failed(output))
             if self.engine.record.heard:
-                self._tell_of_backward(output)
-
-    def _tell_of_backward(self, output: Any) -> None:
-        """Record when the unit's backward begins: when the gradient of what it has returned is there."""
-        for value in tree_leaves(output):
-            if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
-                value.register_hook(partial(_begins, self.engine, self.unit))
+                _tell_of_backward(self.engine.record, self.unit, output)
 
 
-def _begins(engine: Engine, unit: Unit, gradient: Tensor) -> None:
-    engine.record("backward", unit.name)
+def _tell_of_backward(record: Events, unit: Unit, output: Any) -> None:
+    """Record when the unit's backward begins: when the gradient of what it has returned is there."""
+
+    def begins(gradient: Tensor) -> None:
+        record("backward", unit.name)
+
+    for value in tree_leaves(output):
+        if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
+            value.register_hook(begins)  # type: ignore[no-untyped-call]
 
 
 class _EnterScope(_Hook):

@@ -158,16 +158,17 @@ def memory_figure(samples: Sequence[Sample], title: str) -> Any:
     labelled = {kind: STACK.get(kind, (OTHER, "#DDDDDD")) for kind in stack}
     heights = [[value / per for value in values] for values in stack.values()]
     axes.stackplot(times, heights, colors=[color for _, color in labelled.values()])
-    for (name, _), begin, words in _phases(samples):
+    phases = list(_phases(samples))
+    for name, begin in phases:
         axes.axvline(begin * 1e3, color=DARK, linewidth=0.7, linestyle=":")
-        if words:
+        if len(phases) <= MOST_WORDS:
             axes.text(begin * 1e3, 1.01, f" {name}", transform=axes.get_xaxis_transform(), fontsize=8, color=DARK)
     axes.set_xlim(times[0], times[-1])
     axes.set_ylim(0, highest / per * 1.08)
     axes.axhline(highest / per, color=DARK, linewidth=0.7, linestyle="--")
     most = samples[tops.index(highest)]
-    words = f" most: {highest / per:.1f} {unit}, at '{most.event}'"
-    axes.text(times[0], highest / per, words, va="bottom", fontsize=8, color=DARK)
+    peak = f" most: {highest / per:.1f} {unit}, at '{most.event}'"
+    axes.text(times[0], highest / per, peak, va="bottom", fontsize=8, color=DARK)
     axes.set_xlabel("\n".join(["time, ms (without what measuring took)", *_left_out(samples)]), fontsize=9)
     axes.set_ylabel(f"memory, {unit}")
     _legend(figure, list(labelled.values())[::-1], columns=1)
@@ -184,10 +185,10 @@ def _left_out(samples: Sequence[Sample]) -> list[str]:
     return lines
 
 
-def _phases(samples: Sequence[Sample]) -> Iterator[tuple[tuple[str, str], float, bool]]:
-    names = {"forward": KINDS["forward"], "backward": KINDS["backward"], "step": KINDS["optimizer"]}
-    begins = [sample for sample in samples if sample.event in names]
-    yield from ((names[sample.event], sample.seconds, len(begins) <= MOST_WORDS) for sample in begins)
+def _phases(samples: Sequence[Sample]) -> Iterator[tuple[str, float]]:
+    """What begins when."""
+    names = {"forward": "forward", "backward": "backward", "step": "optimizer step"}
+    yield from ((names[sample.event], sample.seconds) for sample in samples if sample.event in names)
 
 
 def _figure(title: str, width: float, height: float) -> tuple[Any, Any]:

@@ -11,19 +11,25 @@ from typing import NamedTuple
 from lightning_zero.engine import Engine, Transfer
 from lightning_zero.engine.lanes import Handle
 
-NESTED = ("phase", "unit", "wait", "launch")
+NESTED = ("phase", "unit", "wait", "engine")
 """Rows of the main thread, whose spans lie within one another."""
 
-_NAMES = {"gather": "gather", "reduce": "reduce", "wait": "wait for gather", "reduce_wait": "wait for reduce"}
+_ENGINE = {
+    "gather": "launch gather",
+    "reduce": "launch reduce",
+    "wait": "wait for gather",
+    "reduce_wait": "wait for reduce",
+    "reshard": "free",
+}
 
 
 class Span(NamedTuple):
     """Something that took time.
 
     Attributes:
-        row: ``phase`` (forward, backward, step), ``unit`` (forward or backward of one), ``wait`` and ``launch`` (of
-            the main thread, for collectives); ``gather``, ``reduce``, ``control`` (collectives on their way), ``read``,
-            ``write`` (tiers).
+        row: ``phase`` (forward, backward, step), ``unit`` (forward or backward of one), ``wait`` (for a collective),
+            ``engine`` (launching one, freeing a unit); ``gather``, ``reduce``, ``control`` (collectives on their way),
+            ``read``, ``write`` (tiers).
         name: what, with the unit.
         unit: its name; empty where it is none's.
         begin, end: seconds since the epoch.
@@ -133,10 +139,9 @@ class Timeline:
 
 
 def _span(kind: str, unit: str, begin: float, end: float) -> Span:
-    if kind in ("gather", "reduce"):
-        return Span("launch", f"launch {kind} {unit}", unit, begin, end)
-    if kind in ("wait", "reduce_wait"):
-        return Span("wait", f"{_NAMES[kind]} {unit}", unit, begin, end)
+    if kind in _ENGINE:
+        row = "wait" if kind.endswith("wait") else "engine"
+        return Span(row, f"{_ENGINE[kind]} {unit}", unit, begin, end)
     if kind == "step":
         return Span("phase", "optimizer step", "", begin, end)
     return Span("unit" if unit else "phase", f"{kind} {unit}".rstrip(), unit, begin, end)
