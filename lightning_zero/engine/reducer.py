@@ -283,11 +283,12 @@ class Reducer:
     @torch.no_grad()
     def _finish(self) -> None:
         """Wait for the oldest reduction in flight and add its result to the unit's shard."""
-        unit, parts = self._in_flight.popleft()
+        unit, parts = self._in_flight[0]
         self.record("reduce_wait", unit.name)
         for part in parts:
             part.handle.wait()
             self._store(part)
+        self._in_flight.popleft()
         unit.move_grad(GradState.READY)
         self.record("reduce_wait_done", unit.name)
 

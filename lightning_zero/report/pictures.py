@@ -90,11 +90,13 @@ def timeline_figure(spans: Sequence[Span], title: str) -> Any:
             if bars:
                 where = [((span.begin - origin) * scale, (span.end - span.begin) * scale) for span in bars]
                 named = row in ("phase", "unit", "gather", "reduce")
-                edge = {"edgecolor": "white", "linewidth": 0.4} if named else {"linewidth": 0.4}
-                axes.broken_barh(where, (place - 0.4, 0.8), **{"color": KINDS[kind][1], **edge})
+                color, inches = KINDS[kind][1], 11.5 / (length * scale)
+                # a white edge would hide a thin bar, and show its neighbour's end
+                edges = ["white" if named and width * inches > 0.05 else color for _, width in where]
+                axes.broken_barh(where, (place - 0.4, 0.8), facecolors=color, edgecolors=edges, linewidth=0.5)
                 used.append(kind)
                 if named:
-                    _name(axes, bars, where, place, 11.5 / (length * scale))
+                    _name(axes, bars, where, place, inches)
     axes.set_yticks(range(len(rows)), [ROWS[row] for row in rows])
     axes.set_xlim(0, length * scale)
     axes.invert_yaxis()
@@ -157,17 +159,19 @@ def memory_figure(samples: Sequence[Sample], title: str) -> Any:
     times = [sample.seconds * 1e3 for sample in samples]
     labelled = {kind: STACK.get(kind, (OTHER, "#DDDDDD")) for kind in stack}
     heights = [[value / per for value in values] for values in stack.values()]
-    axes.stackplot(times, heights, colors=[color for _, color in labelled.values()])
+    axes.stackplot(times, heights, colors=[color for _, color in labelled.values()], step="post")
     phases = list(_phases(samples))
     for name, begin in phases:
         axes.axvline(begin * 1e3, color=DARK, linewidth=0.7, linestyle=":")
         if len(phases) <= MOST_WORDS:
-            axes.text(begin * 1e3, 1.01, f" {name}", transform=axes.get_xaxis_transform(), fontsize=8, color=DARK)
+            side = "right" if begin * 1e3 > 0.9 * times[-1] else "left"
+            words = {"transform": axes.get_xaxis_transform(), "fontsize": 8, "color": DARK, "ha": side}
+            axes.text(begin * 1e3, 1.01, f" {name} ", **words)
     axes.set_xlim(times[0], times[-1])
     axes.set_ylim(0, highest / per * 1.08)
     axes.axhline(highest / per, color=DARK, linewidth=0.7, linestyle="--")
     most = samples[tops.index(highest)]
-    peak = f" most: {highest / per:.1f} {unit}, at '{most.event}'"
+    peak = f" most: {highest / per:.1f} {unit}, at '{most.event.replace('_', ' ')}'"
     axes.text(times[0], highest / per, peak, va="bottom", fontsize=8, color=DARK)
     axes.set_xlabel("\n".join(["time, ms (without what measuring took)", *_left_out(samples)]), fontsize=9)
     axes.set_ylabel(f"memory, {unit}")
