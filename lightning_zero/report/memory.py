@@ -1,15 +1,12 @@
 """What memory holds during a step: sampled at every event of the engine."""
 
-import os
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from lightning_zero.engine import Engine
-
-_STATM = Path("/proc/self/statm")
+from lightning_zero.engine.host_memory import allocated
 
 
 class Sample(NamedTuple):
@@ -19,7 +16,7 @@ class Sample(NamedTuple):
         seconds: since the step began, without the time that sampling itself has taken.
         event: the engine's, with the unit.
         nbytes: live bytes by kind, those of ``Engine.memory`` and ``Engine.passing_memory``.
-        total: bytes of all there is: allocated on a GPU, resident on a CPU; None where nobody can say.
+        total: bytes of all that is allocated; None where nobody can say.
     """
 
     seconds: float
@@ -57,9 +54,8 @@ class MemorySamples:
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """What is allocated on a GPU, or resident in this process; None where the system does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    if not _STATM.exists():
-        return None
-    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """What is allocated, on a GPU or in this process' heap; None where nobody counts.
+
+    Not resident memory: of what is freed the C library keeps much, so that activations would not be seen to go.
+    """
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else allocated()

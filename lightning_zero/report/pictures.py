@@ -133,8 +133,7 @@ def series(samples: Sequence[Sample]) -> dict[str, list[int]]:
     """Bytes by kind, from the bottom of the picture to its top, with ``OTHER`` where the whole is known; what is
     nought all the time is left out.
 
-    The whole holds libraries, too (on a CPU: it is the process' resident memory): ``OTHER`` is what exceeds its least
-    value.
+    The whole holds libraries, too, on a CPU: ``OTHER`` is what exceeds its least value.
     """
     found = {kind: [sample.nbytes.get(kind, 0) for sample in samples] for kind in STACK}
     found = {kind: values for kind, values in found.items() if any(values)}
@@ -184,8 +183,8 @@ def _left_out(samples: Sequence[Sample]) -> list[str]:
     first = samples[0]
     held = [f"{words} {first.nbytes[key] / 1e6:,.1f} MB" for key, words in IN_TIERS.items() if key in first.nbytes]
     lines = [f"In tiers, not drawn: {'; '.join(held)}."] if held else []
-    if rest := _rest(samples):
-        lines.append(f"'{OTHER}' is what exceeds its least value, {min(rest) / 1e6:,.1f} MB (libraries, say).")
+    if _rest(samples):
+        lines.append(f"'{OTHER}' is what exceeds its least value in this step.")
     return lines
 
 
