@@ -3,6 +3,7 @@
 import json
 import sys
 from collections import Counter
+from importlib.util import find_spec
 from itertools import pairwise
 
 import pytest
@@ -18,6 +19,7 @@ from lightning_zero.report import pictures
 from lightning_zero.report.memory import MemorySamples, Sample, total_bytes
 from lightning_zero.report.timeline import Span, Timeline
 
+needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 FILES = ["memory.png", "timeline.png", "trace.json"]
 PHASES = ["forward", "backward", "optimizer step"]
 
@@ -231,8 +233,8 @@ SPANS = [
 ]
 
 
+@needs_matplotlib
 def test_what_is_drawn_of_time():
-    pytest.importorskip("matplotlib")
     axes = pictures.timeline_figure(SPANS, "title").axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["the step", "units", "standing still", "gathers"]
     bars = sorted(
@@ -246,8 +248,8 @@ def test_what_is_drawn_of_time():
     assert {text.get_text() for text in axes.texts} == {"net.blocks.0", "0", *PHASES}  # the short bar
 
 
+@needs_matplotlib
 def test_what_is_drawn_of_memory():
-    pytest.importorskip("matplotlib")
     samples = [
         sample(0.0, 5_000_000, "forward", parameters=2_000_000, optimizer=1_000_000),
         sample(0.5, 9_000_000, "backward", parameters=4_000_000, optimizer=1_000_000),
@@ -260,10 +262,10 @@ def test_what_is_drawn_of_memory():
     assert [text.get_text().strip() for text in axes.texts] == [*PHASES[:2], "most: 7.0 MB, at 'backward'"]
 
 
+@needs_matplotlib
 @pytest.mark.parametrize("stage", [1, 3])
 @distributed(world_size=2)
 def test_pictures_are_written(rank, world_size, stage, tmp_path):
-    pytest.importorskip("matplotlib")
     report(rank, world_size, tmp_path, stage)
     assert sorted(path.name for path in (tmp_path / "report").iterdir()) == FILES
     for name in FILES[:2]:
