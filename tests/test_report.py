@@ -170,6 +170,32 @@ def test_a_backward_begins_when_its_gradient_is_there(rank, world_size, monkeypa
     ]
 
 
+class UnderWay:
+    """A transfer that ends later."""
+
+    def __init__(self, what):
+        self.what, self.ended = what, None
+
+
+@distributed(world_size=1)
+def test_transfers_under_way_follow_one_another(rank, world_size):
+    """In the order of their ends, each once the one before has ended; what does not end ends with the step."""
+    with communicator() as comm:
+        engine = build_engine(Deep(), comm, stage=1)
+        timeline = Timeline(engine)
+        timeline._epoch = 0.0
+        handles = [UnderWay(f"gather of {unit}") for unit in BLOCKS]
+        for handle in handles:
+            timeline._collective("gather", handle)
+        begin, last = timeline._transfers[0].begin, timeline._transfers[-1].begin
+        handles[0].ended, handles[1].ended = last + 1, last + 3
+        spans = timeline.spans(begin, last + 4)
+        engine.release(whole=True)
+    assert [span.name for span in spans] == [f"gather {unit}" for unit in BLOCKS]
+    assert [span.begin for span in spans] == [begin, last + 1, last + 3, last + 4, last + 4]
+    assert [span.end for span in spans] == [last + 1, last + 3, last + 4, last + 4, last + 4]
+
+
 @distributed(world_size=2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_samples_are_what_the_engine_says(rank, world_size, stage):

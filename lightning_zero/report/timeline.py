@@ -92,7 +92,8 @@ class Timeline:
         """
         found = [*self._passes(end), *self._under_way(begin, end)]
         cut = [span._replace(begin=max(span.begin, begin), end=min(span.end, end)) for span in found]
-        within = [span for span in cut if span.begin < end and span.end > begin]
+        # also what has no length: transfers that wait behind others at the end
+        within = [span for span in cut if span.begin <= end and span.end > begin]
         moved = [span._replace(begin=span.begin + self._epoch, end=span.end + self._epoch) for span in within]
         return sorted(moved, key=lambda span: (span.begin, -span.end))
 
