@@ -32,6 +32,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from meters import ResidentMemory
 from model import GPT
 from torch import Tensor
+from tqdm import tqdm
 
 import lightning_zero
 from lightning_zero import ZeroStrategy
@@ -85,15 +86,19 @@ class Rounds(Callback):
             "sharded": partial(load, trainer, self.folder / "sharded.ckpt"),
             "full": partial(load, trainer, self.folder / "full.ckpt"),
         }
+        total = (self.rounds + 1) * (len(saves) + 2 * len(loads))
+        bar = tqdm(total=total, unit="measurement", leave=False, disable=rank > 0)
         for number in range(self.rounds + 1):  # the first one warms up
             for name in random.Random(number).sample(list(saves), len(saves)):
-                self._measure(("save", name, ""), saves[name], number)
+                self._measure(("save", name, ""), saves[name], number, bar)
             for name in random.Random(number).sample(list(loads), len(loads)):
                 drop_cache(self.folder)
-                self._measure(("load", name, "cold"), loads[name], number)
-                self._measure(("load", name, "warm"), loads[name], number)
+                self._measure(("load", name, "cold"), loads[name], number, bar)
+                self._measure(("load", name, "warm"), loads[name], number, bar)
+        bar.close()
 
-    def _measure(self, way: Way, work: Callable[[], Background | None], number: int) -> None:
+    def _measure(self, way: Way, work: Callable[[], Background | None], number: int, bar: Any) -> None:
+        bar.set_description(" ".join(way))
         dist.barrier()
         memory, begin = ResidentMemory(), time.perf_counter()
         background = work()
@@ -104,6 +109,7 @@ class Rounds(Callback):
         if number:
             self.seconds[way].append(seconds)
             self.memory[way].append(memory.peak())
+        bar.update()
 
 
 def write(path: Path, values: Tensor) -> None:

@@ -32,6 +32,7 @@ import about
 from cases import CASES, STRATEGIES, Settings
 from chart import draw
 from table import render
+from tqdm import tqdm
 
 FOLDER = Path(__file__).parent
 TIMEOUT = 3600  # seconds of one run
@@ -69,17 +70,21 @@ def main() -> None:
 
 def compare(names: list[str], settings: Settings, rounds: int, disk: Path | None = None) -> Iterator[dict[str, Any]]:
     """Run each strategy once a round. One that fails is left out from then on, and its error is printed."""
+    bar = tqdm(total=rounds * len(names), unit="run", leave=False)
     names, more = list(names), ["deepspeed"] if any(name.startswith("deepspeed") for name in names) else []
     origin = {"machine": about.machine(), "versions": about.versions(*more), "settings": asdict(settings)}
     for number in range(rounds):
         for name in list(names):
-            print(f"round {number + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
+            bar.set_description(f"round {number + 1} of {rounds}: {name}")
             date = datetime.now().astimezone().isoformat(timespec="seconds")
             try:
                 yield {"strategy": name, "round": number, "date": date, **measure(name, settings, disk), **origin}
             except RunFailed as failed:
                 names.remove(name)
-                print(f"{name} has failed:\n{failed}", file=sys.stderr)
+                bar.total -= rounds - number - 1
+                bar.write(f"{name} has failed:\n{failed}", file=sys.stderr)
+            bar.update()
+    bar.close()
 
 
 def measure(name: str, settings: Settings, disk: Path | None = None) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from statistics import median
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from lightning_zero.config import OffloadConfig, ZeroConfig
 from lightning_zero.engine import Communicator, Engine
@@ -131,13 +132,19 @@ def main() -> None:
         for kind in (torch.optim.AdamW, Eightfold)
         for place, config in (("in memory", memory), ("on disk", disk))
     }
-    for meter in meters.values():
+    bar = tqdm(total=(args.rounds + 1) * len(meters), unit="measurement", leave=False)
+    for name, meter in meters.items():
+        bar.set_description(f"warm-up: {name}")
         meter.seconds()
+        bar.update()
     seconds = {name: [] for name in meters}
     for number in range(args.rounds):
         # a disk is slower after much has been written: nobody always comes after the same one
         for name in random.Random(number).sample(list(meters), len(meters)):
+            bar.set_description(f"round {number + 1} of {args.rounds}: {name}")
             seconds[name].append(meters[name].seconds())
+            bar.update()
+    bar.close()
     report({name: median(values) for name, values in seconds.items()}, count)
 
 

@@ -11,6 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from omegaconf import DictConfig
 
+from lightning_zero import ZeroMonitor
+
 
 def train(cfg: DictConfig) -> None:
     """Fit; on rank 0, write checkpoints and measurements and print a sample of text."""
@@ -24,6 +26,8 @@ def train(cfg: DictConfig) -> None:
     callbacks = [costs, Losses()]
     if cfg.trainer.get("enable_progress_bar", True):
         callbacks.append(TQDMProgressBar(refresh_rate=10))
+    if cfg.report is not None:
+        callbacks.append(ZeroMonitor(report=folder / cfg.report))
     if cfg.trainer.get("enable_checkpointing", True):
         save = partial(ModelCheckpoint, folder / "checkpoints", "epoch{epoch}", auto_insert_metric_name=False)
         callbacks.append(save(monitor="step", mode="max", save_top_k=2))  # the last two

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from gpt import GPT
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import TQDMProgressBar
 from text import language_reference
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -91,7 +92,7 @@ def train_on_one_batch(layers: int, width: int, length: int, steps: int, folder:
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
+        callbacks=[TQDMProgressBar()],
         enable_model_summary=False,
     )
     trainer.fit(model, DataLoader([text] * steps, batch_size=None))

@@ -1,17 +1,20 @@
 """What ZeRO does, seen: memory, traffic, waits, norms and loss scale, through the Trainer's loggers."""
 
+import os
 import resource
 import sys
 from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_zero.engine import Engine
 from lightning_zero.engine.norm import GradientNorm
+from lightning_zero.host import together
 from lightning_zero.precision import raw_optimizer
+from lightning_zero.report import StepReport
 from lightning_zero.strategy import ZeroMethods
 
 
@@ -36,14 +39,20 @@ class ZeroMonitor(Callback):
 
     Args:
         every_n_steps: optimizer steps between two records; None: the Trainer's ``log_every_n_steps``.
+        report: a folder for what the third and fourth optimizer steps of a fit look like: ``trace.json`` (a timeline of
+            all ranks for chrome://tracing and https://ui.perfetto.dev), ``timeline.png`` and ``memory.png`` (of rank
+            0). Takes matplotlib; a fit without it, or that cannot write to the folder, ends before training with an
+            error on all ranks.
     """
 
-    def __init__(self, every_n_steps: int | None = None) -> None:
+    def __init__(self, every_n_steps: int | None = None, report: str | os.PathLike[str] | None = None) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps} must be at least 1.")
         self.every_n_steps = every_n_steps
+        self.report = report
+        self._report: StepReport | None = None
         self._watches = False
-        self._logged = 0
+        self._logged = self._begun_at = 0
         self._norm: torch.Tensor | None = None
         self._last_clipped: GradientNorm | None = None
         self._before: dict[str, float] = {}
@@ -55,8 +64,14 @@ class ZeroMonitor(Callback):
             rank_zero_warn(
                 f"ZeroMonitor logs nothing under {type(trainer.strategy).__name__}: it watches zero1, zero2 and zero3."
             )
-        elif not trainer.loggers:
+        elif not trainer.loggers and self.report is None:
             rank_zero_warn("ZeroMonitor has nothing to log to: give the Trainer a logger.")
+        self._report = None
+        if self._watches and self.report is not None and stage == "fit":
+            self._report = StepReport(self.report)
+            with together(trainer.strategy._communicator):
+                if trainer.is_global_zero:
+                    self._report.prepare()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to count."""
@@ -71,6 +86,9 @@ class ZeroMonitor(Callback):
         """Note which clipping was the last one."""
         self._norm = None
         self._last_clipped = trainer.strategy.gradient_norm if self._watches else None
+        self._begun_at = trainer.global_step
+        if self._report is not None:
+            self._report.begin_batch(trainer.strategy.engine)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
         """Take the norm, in case that nobody clips by it in this batch."""
@@ -79,7 +97,10 @@ class ZeroMonitor(Callback):
             self._norm = engine.sharded(raw_optimizer(optimizer)).gradients().norm(engine.comm)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log, if it is time."""
+        """Log, if it is time, and report, if it is the step to report on."""
+        if self._report is not None:
+            stepped = trainer.global_step > self._begun_at
+            self._report.end_batch(trainer.strategy.engine, stepped, trainer.global_step)
         if self._is_due(trainer, trainer.global_step):
             metrics = self._metrics(trainer)
             # the number under which Lightning logs what the module has logged in this batch
@@ -87,6 +108,13 @@ class ZeroMonitor(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=step)
             self._logged = trainer.global_step
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Say where the report is, or that there is none."""
+        if self._report is not None and self._report.written:
+            rank_zero_info(f"ZeroMonitor: {self.report} has trace.json, timeline.png and memory.png.")
+        elif self._report is not None:
+            rank_zero_warn("ZeroMonitor has written no report: it takes four optimizer steps.")
 
     def _is_due(self, trainer: Any, step: int) -> bool:
         every = self.every_n_steps or trainer.log_every_n_steps

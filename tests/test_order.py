@@ -89,7 +89,7 @@ def test_gathers_follow_the_step_and_waits_the_forward(rank, world_size, stage):
         engine_step(engine, model, optimizer, comm, 1)
         events = engine.events
         assert units_of(events, "gather") == [unit.name for unit in engine.units]
-        assert events.index(("backward_end", "")) < events.index(("gather", engine.units[0].name))
+        assert events.index(("backward_done", "")) < events.index(("gather", engine.units[0].name))
         for unit, following in zip(BLOCKS, BLOCKS[1:], strict=False):
             assert (
                 events.index(("forward", unit))

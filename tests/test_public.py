@@ -69,6 +69,11 @@ def test_checkpoint_knows_no_lightning(path):
     assert not imports_any(path, "lightning", "lightning_zero.strategy", "lightning_zero.precision")
 
 
+@pytest.mark.parametrize("path", under("report"), ids=name_of)
+def test_report_knows_no_lightning(path):
+    assert not imports_any(path, "lightning", "lightning_zero.strategy", "lightning_zero.precision")
+
+
 @pytest.mark.parametrize("path", [p for p in FILES if "checkpoint" not in p.parts], ids=name_of)
 def test_only_checkpoint_imports_distributed_checkpoint(path):
     assert not imports_any(path, "torch.distributed.checkpoint")

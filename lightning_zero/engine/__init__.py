@@ -25,6 +25,8 @@ gathered from there, and the step runs window by window (``swapped``).
 A module on ``meta`` is filled unit by unit as it is cut (``materialize``). What a file holds of a parameter
 (``elsewhere``) is read then, by each rank its own part (``expected``).
 
+All of it is told to whoever listens (``events``).
+
 ``comm`` (with ``lanes``, ``connections``, ``peers`` and ``outside``) is the only file that talks to other ranks;
 ``state`` turns shards into whole values and back.
 """

@@ -9,7 +9,7 @@ and gives the same bits for every way of sharding.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -310,6 +310,11 @@ class Communicator:
     def waited(self) -> dict[str, float]:
         """Seconds that the main thread has waited, by lane. (On NCCL a wait only orders streams, and takes none.)"""
         return {name: lane.waited for name, lane in self._lanes.items()}
+
+    def watch(self, told: Callable[[str, Handle], None] | None) -> None:
+        """Have ``told`` called with each operation from now on: its lane (gather, reduce or control) and its handle."""
+        for lane in self._lanes.values():
+            lane.watch = told
 
     def _count(self, kind: str, elements: int, dtype: torch.dtype) -> None:
         if self.world_size > 1:

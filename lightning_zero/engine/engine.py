@@ -17,6 +17,7 @@ from lightning_zero.engine.build import build_units
 from lightning_zero.engine.clipping import Clipper
 from lightning_zero.engine.comm import Communicator
 from lightning_zero.engine.elementwise import check_elementwise
+from lightning_zero.engine.events import Events, Listener
 from lightning_zero.engine.flat import Flat
 from lightning_zero.engine.hooks import Hooks
 from lightning_zero.engine.life import ParamState
@@ -66,7 +67,7 @@ class Engine(StateAccess):
     ) -> None:
         self.module, self.config, self.comm = module, config, comm
         self._stray_forward_context = stray_forward_context
-        self.events: list[tuple[Any, ...]] | None = None
+        self.record = Events()
         self.steps = 0
         self.step_seconds = 0.0
         """In optimizers' steps, altogether (on CUDA: to launch them)."""
@@ -97,10 +98,14 @@ class Engine(StateAccess):
         self.pool.trim()
         comm.at(0)
 
-    def record(self, *event: Any) -> None:
-        """Note an event if anybody listens (set :attr:`events` to a list)."""
-        if self.events is not None:
-            self.events.append(event)
+    @property
+    def events(self) -> Listener | None:
+        """Who is told what the engine does (a list, say, see ``events``); None: nobody."""
+        return self.record.listener
+
+    @events.setter
+    def events(self, listener: Listener | None) -> None:
+        self.record.listener = listener
 
     @contextmanager
     def forward(self, on_all_ranks: bool = True) -> Iterator[None]:
@@ -113,11 +118,14 @@ class Engine(StateAccess):
         self._depth += 1
         try:
             if outermost:
+                self.record("forward", "")
                 self._enter_step(on_all_ranks)
             with self.net if outermost else nullcontext():
                 yield
         finally:
             self._depth -= 1
+            if outermost:
+                self.record("forward_done", "")
         # not after an exception: a rank that fails alone must not wait for the others
         if outermost and not torch.is_grad_enabled() and not in_backward():
             self.residency.reshard_all()
@@ -225,6 +233,7 @@ class Engine(StateAccess):
             self.reducer.abort()
 
     def _begin_backward(self, last: bool) -> None:
+        self.record("backward", "")
         self.residency.trace.begin("backward")
         self.reducer.begin(last, self._reuse.flats() if self._reuse.watched else None)
 
@@ -236,7 +245,7 @@ class Engine(StateAccess):
                 self.buffers.changed = changed
             self._reuse.reset()
             self.offload.writes.settle()
-            self.record("backward_end", "")
+            self.record("backward_done", "")
             if not self.residency.keeps:
                 self.residency.reshard_all()
 
@@ -277,9 +286,11 @@ class Engine(StateAccess):
         self._close_window()
         self._settle()
         self.clipper.check_finite(optimizer)
+        self.record("step", "")
         begin = time.perf_counter()
         changed = self.sharded(optimizer).step(**options)
         self.step_seconds += time.perf_counter() - begin
+        self.record("step_done", "")
         self.steps += 1
         self.comm.at(self.steps)
         for unit in self.units:
@@ -371,3 +382,10 @@ class Engine(StateAccess):
     def memory(self) -> dict[str, int]:
         """Live bytes on this rank by kind; ``buffers``: free ones, kept for reuse; ``offload_...``: in tiers."""
         return {**state.memory(self.units, self._optimizers.values(), self.pool), **self.offload.nbytes()}
+
+    def passing_memory(self) -> dict[str, int]:
+        """Live bytes on this rank of what :meth:`memory` leaves out: ``reducing``: the reductions under way;
+        ``windows``: what is between a tier and its use.
+        """
+        windows = sum(optimizer.window_bytes for optimizer in self._optimizers.values())
+        return {"reducing": self.reducer.nbytes, "windows": windows + self.offload.writes.nbytes}

@@ -6,10 +6,12 @@ import sys
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.jit import ScriptModule
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from lightning_zero.engine.events import Events
 from lightning_zero.engine.guard import Place
 from lightning_zero.engine.modes import uncompiled
 from lightning_zero.engine.unit import Unit
@@ -65,6 +67,19 @@ class _PostForward(_UnitHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.engine is not None:
             self.engine.post_forward(self.unit, self.last, failed=_failed(output))
+            if self.engine.record.heard:
+                _tell_of_backward(self.engine.record, self.unit, output)
+
+
+def _tell_of_backward(record: Events, unit: Unit, output: Any) -> None:
+    """Record when the unit's backward begins: when the gradient of what it has returned is there."""
+
+    def begins(gradient: Tensor) -> None:
+        record("backward", unit.name)
+
+    for value in tree_leaves(output):
+        if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
+            value.register_hook(begins)  # type: ignore[no-untyped-call]
 
 
 class _EnterScope(_Hook):

@@ -1,4 +1,4 @@
-"""How much memory the host has left, and the way to leave it more."""
+"""How much memory the host has left, what this process takes of it, and the way to leave it more."""
 
 import ctypes
 import os
@@ -74,3 +74,24 @@ def give_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)
+
+
+class _Mallinfo(ctypes.Structure):
+    """What glibc 2.33 and newer tell of their heaps."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def allocated() -> int | None:
+    """Bytes that this process has allocated and not freed, by the C library's count, in its heaps and in maps of their
+    own; None where it does not count.
+    """
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None) if os.name == "posix" else None
+    if mallinfo is None:
+        return None
+    mallinfo.restype = _Mallinfo
+    info = mallinfo()
+    return int(info.uordblks + info.hblkhd)

@@ -48,6 +48,9 @@ class Handle:
         self.works: list[tuple[Any, int | None]] = []
         self.error: BaseException | None = None
         self.lost_peer: int | None = None
+        self.ended: float | None = None
+        """When the result was there, by ``time.perf_counter()``; on NCCL: when ``wait`` returned, which only orders
+        streams."""
         self.key, self.number = f"{lane.name}:{what}", lane.launched(what)
         self._finish = finish
         self._lane = lane
@@ -69,6 +72,7 @@ class Handle:
         elif not self._lane.blocking:
             for work, _ in self.works:
                 work.wait()
+            self.ended = time.perf_counter()
         if isinstance(self.error, TierError):
             raise self.error
         if self.error is not None:
@@ -101,6 +105,7 @@ class Handle:
             self.start()
             self._await_round()
         self.rounds.clear()
+        self.ended = time.perf_counter()
         self._arrived.set()
 
     def _await_round(self) -> None:
@@ -127,6 +132,8 @@ class Lane:
         self.blocking = backend == "gloo"
         self.waited = 0.0
         """Seconds that the main thread has waited for operations of this lane."""
+        self.watch: Callable[[str, Handle], None] | None = None
+        """Told of each operation: the lane's name, and the handle."""
         self._launched: Counter[str] = Counter()
         self._submitted: SimpleQueue[Handle | None] = SimpleQueue()
         self._started: SimpleQueue[Handle | None] = SimpleQueue()
@@ -155,6 +162,8 @@ class Lane:
     def submit_rounds(self, rounds: Sequence[Round], what: str, finish: Callable[[], Any] | None = None) -> Handle:
         """The same for rounds of operations, each started when those of the round before are complete."""
         handle = Handle(what, rounds, finish, self)
+        if rounds and self.watch is not None:
+            self.watch(self.name, handle)
         if not rounds:
             handle._arrived.set()
         elif self.blocking:

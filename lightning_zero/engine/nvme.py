@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -40,6 +41,7 @@ class _Blocks(Transfer):
         self._lock = threading.Lock()
         self._over = threading.Event()
         if not count:
+            self.ended = time.perf_counter()
             self._over.set()
 
     def done(self, error: TierError | None) -> None:
@@ -48,6 +50,7 @@ class _Blocks(Transfer):
             self._left -= 1
             self._error = self._error or error
             if not self._left:
+                self.ended = time.perf_counter()
                 self._over.set()
 
     def over_and_done(self) -> None:

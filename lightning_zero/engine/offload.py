@@ -70,6 +70,11 @@ class Offload:
         for tier, nbytes in needs.items():
             tier.reserve(nbytes, "parameters, master weights and gradients")
 
+    @property
+    def tiers(self) -> list[Tier]:
+        """All of them."""
+        return [tier for tier in (self.optimizer, self.params, self.host) if tier is not None]
+
     def nbytes(self) -> dict[str, int]:
         """Bytes of this rank in host memory and on disk, by what asked for them."""
         tiers = {"offload_optimizer": self.optimizer, "offload_params": self.params}

@@ -260,6 +260,11 @@ class ShardedOptimizer(ShardedState):
         values = (value for entry in self.state.values() for value in entry.values())
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of the windows that state in tiers is brought in by."""
+        return sum(buffers.nbytes for buffers in self._buffers)
+
 
 def _warn_of_empty_state(optimizer: Optimizer) -> None:
     warnings.warn(

@@ -197,8 +197,14 @@ class Reducer:
         self.collector.window_open = False
         return flag
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the reductions under way: this rank's gradients, and what it receives."""
+        return sum(part.local.nbytes + part.receive.nbytes for _, parts in self._in_flight for part in parts)
+
     def abort(self) -> None:
         """Forget a backward that an exception has ended, with what it had begun to reduce."""
+        self.record("backward_done", "")
         self.active = False
         self._in_flight.clear()
         self._last = None
@@ -219,6 +225,7 @@ class Reducer:
         unit.move_grad(GradState.REDUCING)
         chosen = [flat for flat in unit.flats if takes_part(flat)] if flats is None else flats
         self._in_flight.append((unit, [self._reduce(flat) for flat in chosen]))
+        self.record("reduce_done", unit.name)
 
     @torch.no_grad()
     def _reduce(self, flat: Flat) -> _InFlight:
@@ -243,7 +250,11 @@ class Reducer:
     def _await_room(self, unit: Unit) -> bool:
         """Wait for a while until the unit's reduction may be under way; returns whether it may."""
         while self._in_flight and not self._fits(unit):
-            if not all(part.handle.arrives(self._patience) for part in self._in_flight[0][1]):
+            oldest, parts = self._in_flight[0]
+            self.record("reduce_wait", oldest.name)
+            arrived = all(part.handle.arrives(self._patience) for part in parts)
+            self.record("reduce_wait_done", oldest.name)
+            if not arrived:
                 self._patience /= 4
                 return False
             self._finish()
@@ -272,11 +283,14 @@ class Reducer:
     @torch.no_grad()
     def _finish(self) -> None:
         """Wait for the oldest reduction in flight and add its result to the unit's shard."""
-        unit, parts = self._in_flight.popleft()
+        unit, parts = self._in_flight[0]
+        self.record("reduce_wait", unit.name)
         for part in parts:
             part.handle.wait()
             self._store(part)
+        self._in_flight.popleft()
         unit.move_grad(GradState.READY)
+        self.record("reduce_wait_done", unit.name)
 
     def _store(self, part: _InFlight) -> None:
         """Add what has arrived to the gradient of this rank's shard."""

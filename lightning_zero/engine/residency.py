@@ -48,6 +48,7 @@ class Residency:
             self.record("gather", unit.name)
             unit.move(ParamState.GATHERING)
             unit.handles = [flat.gather() for flat in unit.flats]
+            self.record("gather_done", unit.name)
             if not unit.is_root:
                 self._live.append(unit)
                 self._waiting_use.add(unit.index)
@@ -63,6 +64,7 @@ class Residency:
             unguard(unit)
             for flat in unit.flats:
                 flat.written.restart()
+            self.record("wait_done", unit.name)
 
     def unshard(self, unit: Unit) -> None:
         """Make a unit readable, now."""
@@ -94,6 +96,7 @@ class Residency:
         if unit in self._live:
             self._live.remove(unit)
         self._waiting_use.discard(unit.index)
+        self.record("reshard_done", unit.name)
 
     def _free(self, unit: Unit) -> None:
         """Give a sharded unit's memory back, unless somebody holds a view: then a wrong number or a crash would be
@@ -128,6 +131,7 @@ class Residency:
         guard(unit)
         self.record("gather", unit.name)
         unit.handles = [flat.gather() for flat in flats]
+        self.record("gather_done", unit.name)
 
     def kind(self) -> Pass:
         """The pass that is running."""

@@ -25,6 +25,11 @@ class Writes:
         self._under_way.append((transfer, memory))
         self.settle(MOST)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that waits for that."""
+        return sum(memory.nbytes for _, memory in self._under_way)
+
     def settle(self, most: int = 0) -> None:
         """Wait until at most so many are under way."""
         while len(self._under_way) > most:

@@ -4,6 +4,7 @@ An array of a tier is read and written in ranges, asynchronously. A range that i
 whether or not that store has been waited for.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +19,22 @@ Hook = Callable[["TierArray", int, Tensor], Any]
 """Called with an array, the first element of a range, and the tensor that it is read into or was written from."""
 
 
+Watch = Callable[[str, str, int, float, "Transfer"], None]
+"""Called with "read" or "write", the array's name, bytes, when it began, and the transfer."""
+
+
 class TierError(RuntimeError):
     """A tier cannot hold or give back what it was given; the message names the place and says what to do."""
 
 
 class Transfer(ABC):
-    """A fetch or store under way."""
+    """A fetch or store under way.
+
+    Attributes:
+        ended: when it was over, by ``time.perf_counter()``; None: it is not, or the transfer does not know.
+    """
+
+    ended: float | None = None
 
     @abstractmethod
     def wait(self) -> None:
@@ -36,6 +47,9 @@ class Transfer(ABC):
 
 class Done(Transfer):
     """A transfer that was over when it began."""
+
+    def __init__(self) -> None:
+        self.ended = time.perf_counter()
 
     def wait(self) -> None:
         """Nothing."""
@@ -62,13 +76,18 @@ class TierArray(ABC):
         """Read elements from ``start`` on into ``out``, contiguous; it must not be used before the transfer is done."""
         for hook in self.tier.before_fetch:
             hook(self, start, out)
-        return self._fetch(start, out)
+        return self._told("read", time.perf_counter(), out, self._fetch(start, out))
 
     def store(self, start: int, values: Tensor) -> Transfer:
         """Write ``values``, contiguous, from ``start`` on; they must not change before the transfer is done."""
-        transfer = self._store(start, values)
+        transfer = self._told("write", time.perf_counter(), values, self._store(start, values))
         for hook in self.tier.after_store:
             hook(self, start, values)
+        return transfer
+
+    def _told(self, verb: str, begin: float, values: Tensor, transfer: Transfer) -> Transfer:
+        if self.tier.watch is not None:
+            self.tier.watch(verb, self.what, values.nbytes, begin, transfer)
         return transfer
 
     @abstractmethod
@@ -84,9 +103,11 @@ class Tier(ABC):
     Attributes:
         before_fetch: hooks that run before a range is read.
         after_store: hooks that run after a range has been handed over to be written.
+        watch: who is told of transfers, if anybody is.
     """
 
     def __init__(self) -> None:
+        self.watch: Watch | None = None
         self.before_fetch: list[Hook] = []
         self.after_store: list[Hook] = []
 
