@@ -71,8 +71,10 @@ def _write_frame(checkpoint: Any, path: Path) -> None:
             fakes[id(stored)] = torch.empty(stored.shape, dtype=stored.dtype)
         return fakes[id(stored)]
 
-    with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(tree_map_only(StoredTensor, fake, checkpoint), path)
+    with FakeTensorMode():
+        frame = tree_map_only(StoredTensor, fake, checkpoint)
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(frame, path)
 
 
 def _fill(checkpoint: Any, path: Path, progress: Progress) -> None:
@@ -82,6 +84,8 @@ def _fill(checkpoint: Any, path: Path, progress: Progress) -> None:
     with path.open("r+b") as file:
         for value, place in zip(_tensors(checkpoint), _tensors(places), strict=True):
             offset = place.untyped_storage()._checkpoint_offset
+            if offset is None:
+                raise AssertionError(f"torch does not say where a tensor lies in {path}.")
             if offset not in done:
                 done.add(offset)
                 values = value.whole() if isinstance(value, StoredTensor) else value
