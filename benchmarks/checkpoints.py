@@ -3,10 +3,12 @@
     python benchmarks/checkpoints.py FOLDER [--parameters 40e6] [--ranks 2] [--rounds 5] [--stage 3]
 
 FOLDER is on the disk that is measured. In every round, in any order, each rank: writes as many bytes as its part of the
-state into a file of its own and fsyncs it (``raw``); saves a checkpoint folder (``sharded``), one file (``full``, as
-any strategy of Lightning's) and the weights (``safetensors``; ``raw weights`` is their plain write). Then everything is
-read, with the page cache dropped before (``cold``) and once more (``warm``). Printed are the medians, the rates, the
-ratios to raw, taken within rounds, and how far resident memory has risen on the worst rank.
+state into a file of its own and fsyncs it (``raw``); saves a checkpoint folder (``sharded``; ``async`` is how long
+``async_save`` stops training), one file (``full``, as any strategy of Lightning's) and the weights (``safetensors``;
+``raw weights`` is their plain write); rank 0 writes as many bytes as the whole state has with ``torch.save``. Then
+everything is read (with ``torch.load`` by every rank), with the page cache dropped before (``cold``) and once more
+(``warm``). Printed are the medians, the rates, the ratios to raw, taken within rounds, and how far resident memory has
+risen on the worst rank.
 """
 
 import argparse
@@ -31,7 +33,9 @@ from meters import ResidentMemory
 from model import GPT
 from torch import Tensor
 
-from lightning_zero import ZeroStrategy, save_safetensors
+import lightning_zero
+from lightning_zero import ZeroStrategy
+from lightning_zero.checkpoint.background import Background
 
 Way = tuple[str, str, str]
 """What is done, with what, and how: ("load", "sharded", "cold")."""
@@ -69,12 +73,15 @@ class Rounds(Callback):
         saves = {
             "raw": partial(write, raw, values),
             "sharded": partial(save, trainer, self.folder / "sharded.ckpt", "sharded"),
+            "async": partial(save, trainer, self.folder / "async.ckpt", "sharded", later=True),
             "full": partial(save, trainer, self.folder / "full.ckpt", "full"),
             "raw weights": partial(write, weights, values[: size // 3]),
-            "safetensors": partial(save_safetensors, module, self.folder / "model.safetensors"),
+            "safetensors": partial(lightning_zero.save_safetensors, module, self.folder / "model.safetensors"),
+            "torch.save": partial(save_whole, rank, self.folder / "whole.pt", size * ranks),
         }
         loads = {
             "raw": partial(read, raw),
+            "torch.load": partial(load_whole, self.folder / "whole.pt"),
             "sharded": partial(load, trainer, self.folder / "sharded.ckpt"),
             "full": partial(load, trainer, self.folder / "full.ckpt"),
         }
@@ -86,13 +93,16 @@ class Rounds(Callback):
                 self._measure(("load", name, "cold"), loads[name], number)
                 self._measure(("load", name, "warm"), loads[name], number)
 
-    def _measure(self, way: Way, work: Callable[[], None], number: int) -> None:
+    def _measure(self, way: Way, work: Callable[[], Background | None], number: int) -> None:
         dist.barrier()
         memory, begin = ResidentMemory(), time.perf_counter()
-        work()
+        background = work()
         dist.barrier()
+        seconds = time.perf_counter() - begin
+        if background is not None:
+            background.wait()
         if number:
-            self.seconds[way].append(time.perf_counter() - begin)
+            self.seconds[way].append(seconds)
             self.memory[way].append(memory.peak())
 
 
@@ -111,10 +121,25 @@ def read(path: Path) -> None:
             file.readinto(piece.numpy().data)
 
 
-def save(trainer: Trainer, path: Path, kind: str) -> None:
-    """What ``trainer.save_checkpoint`` does."""
-    trainer.strategy.training.state_dict_type = kind
+def save_whole(rank: int, path: Path, size: int) -> None:
+    """``torch.save`` of as much as the whole state, by rank 0, to the disk."""
+    if rank == 0:
+        with path.open("wb") as file:
+            torch.save([torch.zeros(CHUNK, dtype=torch.uint8) for _ in range(size // CHUNK + 1)], file)
+            os.fsync(file.fileno())
+
+
+def load_whole(path: Path) -> None:
+    """``torch.load`` of it by every rank."""
+    torch.load(path)
+
+
+def save(trainer: Trainer, path: Path, kind: str, later: bool = False) -> Background | None:
+    """What ``trainer.save_checkpoint`` does; and what of it goes on in the background."""
+    training = trainer.strategy.training
+    training.state_dict_type, training.async_save = kind, later
     trainer.save_checkpoint(path)
+    return trainer.strategy._background if later else None
 
 
 def load(trainer: Trainer, path: Path) -> None:

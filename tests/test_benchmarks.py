@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 from harness import environment
 
@@ -11,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 
 sys.path.insert(0, str(BENCHMARKS))
+import compare  # noqa: E402
 import table  # noqa: E402
 
 
@@ -38,15 +40,24 @@ def test_ratios_are_taken_within_rounds():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory and traffic are read from Linux' /proc")
-def test_smallest_comparison_runs(tmp_path):
+def test_smallest_comparison_runs(tmp_path, monkeypatch, capsys):
+    """Here, and its runs in forks."""
+
+    def call(command, environment):
+        python, *words = command
+        assert python == sys.executable
+        return forked.run(*words, cwd=tmp_path, **environment)[0]
+
     sizes = ["--case", "small", "--dim", "16", "--layers", "1", "--steps", "2", "--rounds", "1"]
-    command = [sys.executable, str(BENCHMARKS / "compare.py"), *sizes, "--results", str(tmp_path), "ddp", "zero3"]
-    done = subprocess.run(command, env=environment(ROOT), text=True, capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(compare, "_call", call)
+    monkeypatch.setattr(sys, "argv", ["compare.py", *sizes, "--results", str(tmp_path), "ddp", "zero3"])
+    monkeypatch.setenv("DS_ACCELERATOR", "")  # it is set, and is to be gone afterwards
+    compare.main()
+    said = capsys.readouterr().out
     (results,) = tmp_path.glob("*-small-32-true.jsonl")
     ddp, zero3 = runs = table.load(results)
-    assert table.render(runs) in done.stdout
-    assert (tmp_path / f"{results.stem}.png").exists() or "no chart: matplotlib is not installed" in done.stdout
+    assert table.render(runs) in said
+    assert (tmp_path / f"{results.stem}.png").exists() or "no chart: matplotlib is not installed" in said
     assert len(ddp["seconds"]) == 2 and ddp["loss"] == pytest.approx(zero3["loss"])
     sent = 4 * ddp["parameters"]  # 2Y (N-1)/N in fp32
     assert sent <= ddp["sent"] < sent + 4096 and zero3["sent"] < 1.5 * sent + 8192

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -282,6 +283,39 @@ def test_wrapped_plugins_work(rank, world_size, tmp_path):
     runner.strategy.checkpoint_io.teardown()
     runner.strategy.barrier()
     assert_same(torch.load(tmp_path / "async.ckpt")["state_dict"], model.state_dict())
+
+
+class Recorder(TorchCheckpointIO):
+    """A user's plugin, which may keep files elsewhere."""
+
+    def __init__(self):
+        self.calls = []
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        self.calls.append(("save", Path(path).name))
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+    def load_checkpoint(self, path, *args, **kwargs):
+        self.calls.append(("load", Path(path).name))
+        return super().load_checkpoint(path, *args, **kwargs)
+
+    def remove_checkpoint(self, path):
+        self.calls.append(("remove", Path(path).name))
+        super().remove_checkpoint(path)
+
+
+@distributed(world_size=2)
+def test_files_go_through_the_users_plugin(rank, world_size, tmp_path):
+    """All that happens to them: also what ModelCheckpoint removes."""
+    plugin = Recorder()
+    keep = ModelCheckpoint(tmp_path / "kept", save_top_k=1, filename="{epoch}")
+    settings = {"callbacks": [keep], "enable_checkpointing": True, "max_epochs": 2}
+    runner = trainer(rank, world_size, tmp_path, zero(3), plugins=[plugin], **settings)
+    runner.fit(Net(), loader())
+    runner.test(Net(), loader(), ckpt_path=keep.best_model_path, verbose=False)
+    written = [("save", "epoch=0.ckpt"), ("save", "epoch=1.ckpt"), ("remove", "epoch=0.ckpt")]
+    assert plugin.calls == [*(written if rank == 0 else []), ("load", "epoch=1.ckpt")]
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["epoch=1.ckpt"]
 
 
 # Memory

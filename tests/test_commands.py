@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import safetensors.torch
 import torch
@@ -231,9 +232,84 @@ def test_damage_is_found(tmp_path):
 
 def test_from_the_command_line(tmp_path):
     save(tmp_path / "a.ckpt")
-    command = [sys.executable, "-m", "lightning_zero", "checkpoint", "verify", str(tmp_path / "a.ckpt")]
-    done = subprocess.run(command, env=environment(ROOT), text=True, capture_output=True, timeout=120)
-    assert done.returncode == 0 and "complete, and as it was written" in done.stdout and "100%" not in done.stdout
+    words = ["-m", "lightning_zero", "checkpoint", "verify", str(tmp_path / "a.ckpt")]
+    output, code = forked.run(*words, cwd=tmp_path)
+    assert code == 0 and "complete, and as it was written" in output and "100%" not in output, output
     (tmp_path / "a.ckpt" / "meta.pt").unlink()
-    done = subprocess.run(command, env=environment(ROOT), text=True, capture_output=True, timeout=120)
+    done = subprocess.run([sys.executable, *words], env=environment(ROOT), text=True, capture_output=True, timeout=120)
     assert done.returncode == 1 and "meta.pt is missing" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("action", ["consolidate", "export"])
+def test_where_the_result_goes(action, tmp_path, capsys, monkeypatch):
+    """Beside the folder, under its whole name; into a directory that is made; or an error that names the place."""
+    save(tmp_path / "a.ckpt")
+    ending = ".consolidated.ckpt" if action == "consolidate" else ".safetensors"
+    (tmp_path / "a.ckpt").rename(tmp_path / "run-1.5")
+    say(capsys, action, tmp_path / "run-1.5")
+    for number, here in enumerate([".", ".."]):
+        monkeypatch.chdir(tmp_path / "run-1.5")
+        (tmp_path / f"run-1.5{ending}").unlink()
+        if number:
+            (tmp_path / "run-1.5" / "inner").mkdir()
+            monkeypatch.chdir("inner")
+        say(capsys, action, here)
+        assert (tmp_path / f"run-1.5{ending}").exists()
+    say(capsys, action, tmp_path / "run-1.5", "--output", tmp_path / "new" / "place" / f"it{ending}")
+    assert (tmp_path / "new" / "place" / f"it{ending}").exists()
+    with pytest.raises(SystemExit, match=r"full.ckpt"):
+        main(["checkpoint", action, str(tmp_path / "run-1.5"), "--output", str(tmp_path / "full.ckpt" / f"it{ending}")])
+
+
+class Sparse(LightningModule):
+    """A buffer and extra state that are no dense tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("graph", torch.eye(3).to_sparse())
+
+    def get_extra_state(self):
+        return {"seen": 3}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def _save_sparse(rank, world_size, path):
+    strategy = lightning_zero.ZeroStrategy(stage=3, state_dict_type="sharded")
+    own = trainer(rank, world_size, path.parent, strategy)
+    own.fit(Sparse(), torch.randn(4, 2))
+    own.save_checkpoint(path)
+
+
+def test_what_is_no_dense_tensor(tmp_path, capsys):
+    """Left out of weights, which is said; one file with everything in it is refused."""
+    run_ranks(_save_sparse, 1, tmp_path / "a.ckpt")
+    assert "left out" in (said := say(capsys, "export", tmp_path / "a.ckpt"))
+    assert all(name in said for name in ("graph", "_extra_state"))
+    assert sorted(safetensors.torch.load_file(tmp_path / "a.safetensors")) == ["layer.bias", "layer.weight"]
+    with pytest.raises(SystemExit, match=r"layout torch.sparse_coo"):
+        main(["checkpoint", "consolidate", str(tmp_path / "a.ckpt")])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt", "a.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["meta.pt", ".metadata", "__0_0.distcp"])
+def test_damage_without_checksums_is_an_error_in_words(name, tmp_path):
+    """As in folders of other strategies."""
+    save(tmp_path / "a.ckpt")
+    (tmp_path / "a.ckpt" / "manifest.json").unlink()
+    path = tmp_path / "a.ckpt" / name
+    before = path.read_bytes()
+    for content in (b"", before[: len(before) // 2], bytes(len(before)), b"\xff" * len(before)):
+        path.write_bytes(content)
+        for action in ("export", "consolidate"):
+            if (action, name) != ("export", "meta.pt"):  # which it does not read
+                with pytest.raises(SystemExit, match=r"a.ckpt"):
+                    main(["checkpoint", action, str(tmp_path / "a.ckpt")])

@@ -1,6 +1,7 @@
 """Saves that do not end well: killed, on a full disk, at a wrong place, damaged afterwards. What was there stays."""
 
 import errno
+import gc
 import json
 import multiprocessing
 import os
@@ -29,6 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero.checkpoint import folder, folders, full, manifest, reader, temporary
 from lightning_zero.checkpoint.background import Background
+from lightning_zero.engine.elsewhere import OwnPart
 
 
 def sharded(stage=3, **settings):
@@ -1186,6 +1188,7 @@ def test_a_kill_at_any_moment_costs_at_most_what_was_being_saved(kind, last, kil
     """Again and again, each run resuming from what the one before has left."""
     place, newest, midst = tmp_path / "work", 0, 0
     chance = random.Random(kills)
+    place.mkdir()  # a run may be killed before it does
     for _ in range(kills):
         reached = killed(tmp_path, kind, last, chance.uniform(0, 0.6))
         ckpt_path, start = json.loads((tmp_path / "resumed").read_text())
@@ -1204,3 +1207,21 @@ def test_a_kill_at_any_moment_costs_at_most_what_was_being_saved(kind, last, kil
     assert newest + 2 in [verified(p) for p in place.glob("last*.ckpt")]
     assert not [p.name for p in place.iterdir() if p.name.startswith(".")]
     print(f"{kind} {last}: {kills} kills, {midst} in the midst of a save, {newest + 2} steps")
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("later", [False, True], ids=["sync", "async"])
+def test_nothing_outlives_a_save(rank, world_size, later, tmp_path):
+    """Neither the copies that an asynchronous save makes of a rank's part, nor what refers to them; without gc."""
+
+    def attempt(run):
+        gc.collect()
+        gc.disable()
+        try:
+            run.save_checkpoint(tmp_path / "x.ckpt")
+            run.strategy._background.wait()
+            assert not [each for each in gc.get_objects() if isinstance(each, OwnPart)]
+        finally:
+            gc.enable()
+
+    in_training(rank, world_size, tmp_path, sharded(async_save=later), attempt)

@@ -4,9 +4,11 @@ import json
 import re
 import sys
 
+import forked
 import pytest
 import torch
-from harness import distributed
+from forked import TORCHRUN
+from harness import run_ranks
 from peft import PeftModel
 from test_examples import EXAMPLES, run
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -76,8 +78,12 @@ WARMUP = {
         "warmup_type": "linear",
     },
 }
-apart = distributed(world_size=1, timeout=200)
-"""In a process of their own: tokenizers and transformers leave threads behind, and forks of such a process may hang."""
+
+
+def apart(fn, *args):
+    """In a process of its own: tokenizers and transformers leave threads behind, and forks of that may hang."""
+    return run_ranks(lambda rank, world_size: fn(*args), 1, timeout=200)[0]
+
 
 SHORT = ["--devices=2", "--block_size=32", "--logging_steps=1", "--learning_rate=1e-2"]
 
@@ -87,6 +93,15 @@ def write(config, folder):
     path = folder / "ds_config.json"
     path.write_text(json.dumps(config))
     return str(path)
+
+
+def train(*words, cwd):
+    """On two ranks of torchrun; what was printed."""
+    script = str(EXAMPLES / "hf_causal_lm.py")
+    output, code = forked.run(*TORCHRUN, "--standalone", "--nproc-per-node=2", script, *words, *SHORT, cwd=cwd)
+    assert code == 0, output
+    assert_same_generation(output)
+    return output
 
 
 def losses(output):
@@ -117,58 +132,57 @@ def random_base(folder):
 
 
 @pytest.mark.parametrize("config", [ZERO_2, pytest.param(ZERO_3, marks=pytest.mark.full)], ids=["zero2", "zero3"])
-@apart
-def test_a_model_is_trained_by_a_deepspeed_json_and_loads_in_transformers(rank, world_size, config, tmp_path):
+def test_a_model_is_trained_by_a_deepspeed_json_and_loads_in_transformers(config, tmp_path):
+    def check():
+        model = hf_causal_lm.load(str(tmp_path / "out"))
+        assert loss_of(model) < first - 1 and model.dtype == torch.float32
+        assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 256
+
     arguments = [f"--deepspeed={write(config, tmp_path)}", f"--output_dir={tmp_path / 'out'}", "--max_steps=5"]
-    output, code = run("hf_causal_lm.py", *arguments, *SHORT, cwd=tmp_path)
-    assert code == 0, output
-    assert_same_generation(output)
+    output = train(*arguments, cwd=tmp_path)
     first, *_, last = losses(output)
-    model = hf_causal_lm.load(str(tmp_path / "out"))
     assert len(losses(output)) == 5 and last < first - 1, output
-    assert loss_of(model) < first - 1 and model.dtype == torch.float32
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 256
+    apart(check)
     if config is ZERO_2:
         assert "32 samples a step, 4 batches, 2 ranks" in output, output
 
 
-def train_adapter(config, tmp_path, *words, script=("hf_causal_lm.py",)):
+def train_adapter(config, tmp_path, *words):
     """Check that an adapter learns and loads."""
-    base = random_base(tmp_path / "base")
+
+    def check():
+        plain = hf_causal_lm.load(base)
+        before = loss_of(plain)
+        assert loss_of(PeftModel.from_pretrained(plain, tmp_path / "lora")) < before - 0.1
+
+    base = apart(random_base, tmp_path / "base")
     arguments = [f"--deepspeed={write(config, tmp_path)}", f"--output_dir={tmp_path / 'lora'}", "--max_steps=6"]
     arguments += [f"--model_name_or_path={base}", "--lora_rank=4", "--bf16", "--per_device_train_batch_size=4"]
-    output, code = run(*script, *arguments, *SHORT, *words, cwd=tmp_path)
-    assert code == 0, output
-    assert_same_generation(output)
+    output = train(*arguments, *words, cwd=tmp_path)
     files = {path.name for path in (tmp_path / "lora").iterdir()}
     assert "adapter_model.safetensors" in files and "model.safetensors" not in files
-    plain = hf_causal_lm.load(base)
-    before = loss_of(plain)
     assert losses(output)[-1] < losses(output)[0], output
-    assert loss_of(PeftModel.from_pretrained(plain, tmp_path / "lora")) < before - 0.1
+    apart(check)
     return output
 
 
-@apart
-def test_an_adapter_is_trained_by_a_json_that_leaves_all_to_the_arguments(rank, world_size, tmp_path):
+def test_an_adapter_is_trained_by_a_json_that_leaves_all_to_the_arguments(tmp_path):
     output = train_adapter(AUTO, tmp_path, "--gradient_accumulation_steps=2", "--max_grad_norm=1")
     assert "micro_batch_size=4, gradient_accumulation_steps=2, gradient_clipping=1.0, precision='bf16-true'" in output
 
 
 @pytest.mark.full
-@apart
-def test_optimizer_and_scheduler_of_a_json_take_their_values_from_the_arguments(rank, world_size, tmp_path):
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", str(EXAMPLES / "hf_causal_lm.py"))
+def test_optimizer_and_scheduler_of_a_json_take_their_values_from_the_arguments(tmp_path):
     config = {**AUTO, "optimizer": ADAMW, "scheduler": WARMUP}
-    output = train_adapter(config, tmp_path, "--weight_decay=0.1", "--gradient_checkpointing", script=torchrun)
+    output = train_adapter(config, tmp_path, "--weight_decay=0.1", "--gradient_checkpointing")
     assert "configure_optimizers of CausalLM is not called" in output, output
     assert "step 3: " in output and "learning rate 0.01\n" in output, output
 
 
 @pytest.mark.full
-@apart
-def test_a_loaded_model_is_trained_without_a_json(rank, world_size, tmp_path):
-    base, text = random_base(tmp_path / "base"), tmp_path / "text.txt"
+def test_a_loaded_model_is_trained_without_a_json(tmp_path):
+    """On ranks that Lightning starts."""
+    base, text = apart(random_base, tmp_path / "base"), tmp_path / "text.txt"
     text.write_text("A text of one's own. " * 200)
     arguments = [f"--model_name_or_path={base}", f"--train_file={text}", "--stage=3", "--num_train_epochs=2"]
     arguments += [f"--output_dir={tmp_path / 'out'}", "--warmup_steps=2", "--gradient_checkpointing"]
@@ -225,9 +239,11 @@ def test_wrong_arguments_are_refused(words, says, monkeypatch, capsys):
     assert says in capsys.readouterr().err
 
 
-@apart
-def test_too_short_a_text_is_said(rank, world_size, tmp_path):
+def test_too_short_a_text_is_said(tmp_path):
+    def check():
+        with pytest.raises(ValueError, match="has 5 tokens, and a sample has 32"):
+            windows(byte_tokenizer(), str(text), 32)
+
     text = tmp_path / "short.txt"
     text.write_text("short")
-    with pytest.raises(ValueError, match="has 5 tokens, and a sample has 32"):
-        windows(byte_tokenizer(), str(text), 32)
+    apart(check)

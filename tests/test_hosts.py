@@ -4,12 +4,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from harness import environment, run_ranks
+from forked import TORCHRUN, Program
+from harness import run_ranks
 from hosts_fit import fit_on_rank
 from test_strategy import zero
 
@@ -48,31 +48,21 @@ def hosts():
                 ip("netns", "del", name)
 
 
-def start(prefix, options, stage, **env):
-    command = [*prefix, sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPT), str(stage), "2"]
-    return subprocess.Popen(
-        command,
-        env=environment(SCRIPT.parent, *sys.path, **env),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def result(programs):
+    said = [program.end() for program in programs]
+    assert all(code == 0 for _, code in said), said
+    (line,) = [line for output, _ in said for line in output.splitlines() if "RESULT" in line]
+    return json.loads(line.split("RESULT")[1])
 
 
-def result(processes):
-    said = [process.communicate(timeout=150) for process in processes]
-    assert all(process.returncode == 0 for process in processes), "\n".join(err for _, err in said)
-    return json.loads(next(line for out, _ in said for line in out.splitlines() if "RESULT" in line).split("RESULT")[1])
-
-
-def apart(stage):
+def apart(stage, folder):
     """One rank on each host."""
     nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", ADDRESSES[0], "--master-port", PORT]
     return [
-        start(
-            ["ip", "netns", "exec", name],
-            [*nodes, "--node-rank", str(number)],
-            stage,
+        Program(
+            *(*TORCHRUN, *nodes, "--node-rank", str(number), str(SCRIPT), str(stage), "2"),
+            cwd=folder,
+            network=name,
             GLOO_SOCKET_IFNAME=f"zero{number}",
         )
         for number, name in enumerate(NAMES)
@@ -80,6 +70,6 @@ def apart(stage):
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
-def test_two_hosts_are_as_one(hosts, stage):
+def test_two_hosts_are_as_one(hosts, stage, tmp_path):
     together = run_ranks(fit_on_rank, 2, zero(stage))[0]
-    assert result(apart(stage)) == together
+    assert result(apart(stage, tmp_path)) == together

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import TORCHRUN, Program
 from harness import distributed, environment, run_ranks
 from hosts_fit import fit_on_rank
 from lightning.pytorch import Callback
@@ -17,25 +18,17 @@ from test_strategy import STAGES, Net, loader, trainer, zero
 from torch.utils.data import ConcatDataset, DataLoader
 
 SCRIPT = Path(__file__).with_name("hosts_fit.py")
-OF_A_RANK = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def start(*options, strategy="zero3", **env):
-    inherited = environment(SCRIPT.parent, *sys.path)
-    return subprocess.Popen(
-        [sys.executable, *options, str(SCRIPT), "3", "1", strategy],
-        env={key: value for key, value in inherited.items() if key not in OF_A_RANK} | env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(*launcher, strategy="zero3", folder, **env):
+    return Program(*launcher, str(SCRIPT), "3", "1", strategy, cwd=folder, **env)
 
 
-def weights(*processes):
+def weights(*programs):
     """What rank 0, or the process that has started the ranks, prints about the weights at the end."""
-    said = [process.communicate(timeout=150) for process in processes]
-    assert all(process.returncode == 0 for process in processes), "\n".join(err for _, err in said)
-    (result,) = [line for out, _ in said for line in out.splitlines() if line.startswith("RESULT")]
+    said = [program.end() for program in programs]
+    assert all(code == 0 for _, code in said), said
+    (result,) = [line for output, _ in said for line in output.splitlines() if line.startswith("RESULT")]
     return json.loads(result.removeprefix("RESULT"))[1]
 
 
@@ -59,21 +52,21 @@ def expected():
 
 
 @pytest.mark.full  # test_hosts.py compares torchrun's ranks with the harness's, too
-def test_torchrun(expected):
-    assert weights(start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")) == expected
+def test_torchrun(expected, tmp_path):
+    assert weights(start(*TORCHRUN, "--standalone", "--nproc-per-node", "2", folder=tmp_path)) == expected
 
 
-def test_slurm(expected):
+def test_slurm(expected, tmp_path):
     port = free_port()
-    assert weights(*[start(**slurm(rank, port)) for rank in range(2)]) == expected
+    assert weights(*[start(folder=tmp_path, **slurm(rank, port)) for rank in range(2)]) == expected
 
 
 @pytest.mark.parametrize(
     "strategy",
     ["zero3_notebook", *(pytest.param(f"zero3{end}", marks=pytest.mark.full) for end in ("", "_fork", "_spawn"))],
 )
-def test_the_trainer_starts_the_ranks(strategy, expected):
-    assert weights(start(strategy=strategy)) == expected
+def test_the_trainer_starts_the_ranks(strategy, expected, tmp_path):
+    assert weights(start(strategy=strategy, folder=tmp_path)) == expected
 
 
 FAILS = """

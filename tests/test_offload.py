@@ -216,7 +216,7 @@ def test_the_cpu_is_accepted_where_it_saves_nothing(rank, world_size, tmp_path):
         assert name != "zero3_offload" or all(torch.equal(got[key], want[key]) for key in want)
 
 
-# Twenty steps, sizes that fit nothing, and a tier of somebody's own
+# Sizes that fit nothing, and a tier of somebody's own
 
 
 class InMemory(Tier):
@@ -262,12 +262,13 @@ class Late(Transfer):
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
 @distributed(world_size=2)
-def test_twenty_steps_are_the_same_wherever_things_rest(rank, world_size, stage, autocast, disk, small_windows):
+def test_steps_are_the_same_wherever_things_rest(rank, world_size, stage, autocast, disk, small_windows, full):
     make = partial(zoo.make, "OddSizes")
-    options = {"stage": stage, "accumulate": 2, "steps": 20, "clip": 0.5, "autocast": autocast, "with_state": True}
+    steps = 20 if full else 5
+    options = {"stage": stage, "accumulate": 2, "steps": steps, "clip": 0.01, "autocast": autocast, "with_state": True}
     with communicator() as comm:
         want = train_engine(make, comm, **options)
-        assert max(want.norms) > 0.5 > min(want.norms), "clipped in some steps, and not in others"
+        assert max(want.norms) > 0.01 > min(want.norms), "clipped in some steps, and not in others"
         none, some, everything = ({**disk, "ratio": ratio} for ratio in (0, 0.3, 1))
         places = [("cpu", "cpu"), (InMemory, InMemory), (none, disk), (some, disk), (everything, disk), (disk, "none")]
         for place, params in places:

@@ -14,7 +14,6 @@ from oracles import communicator, linear_in_bf16
 from safetensors.torch import load_file, save_file
 from test_checkpoint import Rich
 from test_expected import STAGES, Zoo, build, filled
-from test_hf import apart
 from test_memory import allocated
 from test_meta import Configured, on_meta
 from test_strategy import Net, loader, trainer, zero
@@ -563,7 +562,7 @@ def test_a_module_whose_run_was_lost(rank, world_size, tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@apart
+@distributed(world_size=1, timeout=200)  # apart: tokenizers and transformers leave threads behind
 def test_transformers_reads_ours_and_we_theirs(rank, world_size, tied, tmp_path):
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=50, tie_word_embeddings=tied, max_position_embeddings=32, **sizes)

@@ -16,6 +16,7 @@ from test_strategy import DIM, Net, loader, trainer, zero
 from torch import nn
 
 from lightning_zero import gathered
+from lightning_zero.__main__ import main
 from lightning_zero.checkpoint import reader
 from lightning_zero.checkpoint.load import load_from_checkpoint
 
@@ -432,6 +433,55 @@ def test_state_dict_called_in_a_hook(rank, world_size, stage, when, tmp_path):
     assert (seen[0] is None) == (stage == 3 and when == "during")
     for state in [*filter(None, seen), read(tmp_path / "a")["teacher"]]:
         assert_same({name: state[name] for name in model.state_dict()}, dict(model.state_dict()))
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("later", [False, True])
+def test_a_part_below_a_key_that_is_no_string_is_refused(rank, world_size, later, tmp_path):
+    """It would come back as a string."""
+
+    class Numbered(Net):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["teachers"] = {7: {"head": checkpoint["state_dict"]["head.weight"]}}
+
+    with pytest.raises(TypeError, match="key 7"):
+        saved(rank, world_size, tmp_path, Numbered(), settings={"async_save": later})
+    assert not list(tmp_path.glob("*a*"))
+
+
+class NoneToStep(Net):
+    def configure_optimizers(self):
+        return None
+
+
+class NothingToStep(Net):
+    """Steps by itself, or only collects."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return []
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize("cls", [NoneToStep, NothingToStep])
+def test_a_module_without_optimizer_goes_on(rank, world_size, cls, kind, tmp_path):
+    """From a folder, and from the file that is made of it."""
+    saved(rank, world_size, tmp_path, cls())
+    path = tmp_path / "a"
+    if kind == "full":
+        path = tmp_path / "a.consolidated.ckpt"
+        if rank == 0:
+            main(["checkpoint", "consolidate", str(tmp_path / "a")])
+    torch.distributed.barrier()
+    runner = fit(rank, world_size, tmp_path, cls(), ckpt_path=path, max_epochs=2)
+    assert runner.current_epoch == 2
 
 
 @distributed(world_size=2)

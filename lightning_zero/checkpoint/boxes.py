@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -47,6 +48,11 @@ class Box(NamedTuple):
         for dim, (offset, size) in enumerate(zip(*self, strict=True)):
             tensor = tensor.narrow(dim, offset, size)
         return tensor
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor has an element at each place, as boxes know them."""
+    return tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def whole(shape: Sequence[int]) -> Box:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_zero.checkpoint import folder, reader
+from lightning_zero.checkpoint.boxes import is_dense
 from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.checkpoint.files import CheckedFile
 from lightning_zero.checkpoint.manifest import BLOCK
@@ -131,16 +132,20 @@ def export(path: Path, output: Path | None, dtype: torch.dtype | None, max_file_
     if target.exists() and not (target.is_dir() and not list(target.glob("*.safetensors"))):
         raise FileExistsError(f"{target} exists: choose another name or remove it.")
     with _opened(path) as source:
-        state = reader.weights(source)
-        state = state if dtype is None else reader.exact(state)
-        with _bar("export", sum(value.nbytes for value in state.values() if isinstance(value, Tensor))) as bar:
+        everything = reader.weights(source)
+        everything = everything if dtype is None else reader.exact(everything)
+        state = {name: value for name, value in everything.items() if isinstance(value, Tensor) and is_dense(value)}
+        if others := [name for name in everything if name not in state]:
+            print(f"left out, for a safetensors file holds dense tensors only: {', '.join(others)}")
+        with _bar("export", sum(value.nbytes for value in state.values())) as bar:
             save_state(reader.told(state, bar.update), target, dtype, max_file_bytes)
     return target
 
 
 def _beside(path: Path, ending: str) -> Path:
-    named = Path(os.path.abspath(path))  # "." has no name
-    return named.with_name(f"{named.stem}{ending}")
+    """A name of its own for what is made of a folder, also of the one in which the user is."""
+    path = Path(os.path.abspath(path)) if path.name in ("", "..") else path
+    return path.with_name(path.name.removesuffix(".ckpt") + ending)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.checkpoint import folder, reader, temporary
+from lightning_zero.checkpoint.boxes import is_dense
 from lightning_zero.engine.elsewhere import StoredTensor
 
 Progress = Callable[[int], Any]
@@ -38,9 +39,8 @@ def consolidate(source: reader.Folder, target: Path, trust: bool, progress: Prog
     checkpoint = reader.checkpoint(source, weights_only=not trust)
     states = checkpoint.get("optimizer_states", [])
     if states:
-        checkpoint["optimizer_states"] = [numbered(state) for state in states]
-    temporary.sweep(target)
-    part = temporary.name(target)
+        checkpoint["optimizer_states"] = [numbered(state) if state else state for state in states]
+    part = folder.new_part(target, file=True)
     try:
         _write_frame(checkpoint, part)
         _fill(checkpoint, part, progress)
@@ -66,13 +66,20 @@ def _write_frame(checkpoint: Any, path: Path) -> None:
     """Write the file with room for the tensors' values."""
     fakes: dict[int, Tensor] = {}
 
-    def fake(stored: Tensor) -> Tensor:
-        if id(stored) not in fakes:
-            fakes[id(stored)] = torch.empty(stored.shape, dtype=stored.dtype)
-        return fakes[id(stored)]
+    def fake(value: Tensor) -> Tensor:
+        if not is_dense(value):
+            raise ValueError(
+                f"There is a tensor of layout {value.layout} and dtype {value.dtype}, and only dense ones have a place "
+                "in a file that is written part by part. lightning.pytorch.utilities.consolidate_checkpoint writes it."
+            )
+        if not isinstance(value, StoredTensor):
+            return value
+        if id(value) not in fakes:
+            fakes[id(value)] = torch.empty(value.shape, dtype=value.dtype)
+        return fakes[id(value)]
 
     with FakeTensorMode():
-        frame = tree_map_only(StoredTensor, fake, checkpoint)
+        frame = tree_map_only(Tensor, fake, checkpoint)
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(frame, path)
 
@@ -83,9 +90,7 @@ def _fill(checkpoint: Any, path: Path, progress: Progress) -> None:
     done: set[int] = set()
     with path.open("r+b") as file:
         for value, place in zip(_tensors(checkpoint), _tensors(places), strict=True):
-            offset = place.untyped_storage()._checkpoint_offset
-            if offset is None:
-                raise AssertionError(f"torch does not say where a tensor lies in {path}.")
+            offset: int = place.untyped_storage()._checkpoint_offset  # type: ignore[assignment]
             if offset not in done:
                 done.add(offset)
                 values = value.whole() if isinstance(value, StoredTensor) else value

@@ -8,9 +8,6 @@ from typing import BinaryIO
 
 from lightning_zero.checkpoint.manifest import BLOCK, FileSum
 
-AHEAD = 8 * BLOCK
-"""Bytes that the disk is asked for before they are needed."""
-
 
 class CheckedFile:
     """A file of a checkpoint. Where there are checksums, whole blocks are read and checked.
@@ -24,9 +21,10 @@ class CheckedFile:
         self.path, self._expected = path, expected
         self.file: BinaryIO = path.open("rb", buffering=0)
         weakref.finalize(self, self.file.close)
+        if hasattr(os, "posix_fadvise"):  # the disk goes on while this rank sums what it has
+            os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         self._size = os.fstat(self.file.fileno()).st_size
-        self._ahead = 0
-        self._last = -1, b""
+        self._last = -1, bytearray()
         """Number and content of the block of which a part was read last: small neighbours lie in one."""
 
     def close(self) -> None:
@@ -61,11 +59,10 @@ class CheckedFile:
             values = bytearray(size)
             self._read(number * BLOCK, memoryview(values))
             self._check(number, values)
-            self._last = number, bytes(values)
+            self._last = number, values
         return memoryview(self._last[1])
 
     def _read(self, start: int, out: memoryview) -> None:
-        self._read_ahead(start + len(out))
         done = 0
         while done < len(out):
             count = os.preadv(self.file.fileno(), [out[done:]], start + done)
@@ -74,12 +71,6 @@ class CheckedFile:
                     f"{self.path} is too short: it has {self._size:,} bytes, and {start + len(out):,} are needed."
                 )
             done += count
-
-    def _read_ahead(self, position: int) -> None:
-        """Let the disk go on while this rank sums what it has."""
-        if not 0 <= self._ahead - position <= AHEAD and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.file.fileno(), position, AHEAD, os.POSIX_FADV_WILLNEED)
-            self._ahead = position + AHEAD
 
     def _check(self, number: int, values: memoryview | bytearray) -> None:
         if self._expected is not None and zlib.crc32(values) != self._expected.sums[number]:

@@ -145,8 +145,8 @@ def refuse_moved(directory: Path | None, begin: str) -> None:
 
 
 def remove(background: Background, filepath: Any, otherwise: Callable[[], None]) -> None:
-    """Remove a checkpoint, once what is being written is complete; ``otherwise`` removes other things than folders and
-    links.
+    """Remove a checkpoint, once what is being written is complete; ``otherwise`` removes what is no folder and no link
+    of this host: files are the CheckpointIO plugin's.
     """
     path = folder.local(filepath)
 

@@ -43,7 +43,7 @@ def read(path: Path) -> Metadata:
     """
     with path.open("rb") as file:
         try:
-            found = _Unpickler(file).load()
+            found: Metadata = _Unpickler(file).load()
         except Exception as error:  # a damaged pickle may raise anything
             raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}.") from error
     if not isinstance(found, Metadata) or not _is_storage(found.storage_data):

@@ -21,6 +21,11 @@ from lightning_zero.checkpoint.boxes import Box, boxes
 from lightning_zero.checkpoint.files import CheckedFile
 from lightning_zero.engine.elsewhere import StoredTensor
 
+HEAD = 4096
+"""Bytes, more than what comes before the elements in an item of ours."""
+RECORD = b"archive/data/0"
+"""The name of the elements in what ``torch.save`` makes of a tensor."""
+
 
 class Folder:
     """What a checkpoint folder holds.
@@ -148,12 +153,17 @@ class Folder:
 
     def _layout(self, info: Any, shape: Sequence[int]) -> tuple[int, Sequence[int]]:
         """Where in an item its elements begin (bytes), and the strides of its dimensions (elements)."""
-        view: Any = _create_file_view(self._file(info.relative_path).file, info.offset, info.length)  # type: ignore[arg-type]
+        file = self._file(info.relative_path)
         if self.files is not None:  # ours are in order
-            offset: int = torch._C.PyTorchFileReader(view).get_record_offset("data/0")  # type: ignore[attr-defined]
-            return offset, torch.empty(tuple(shape), device="meta").stride()
-        with FakeTensorMode():
-            fake = torch.load(view, weights_only=True)
+            head = bytearray(min(info.length, HEAD))
+            file.read(info.offset, memoryview(head))
+            return _data_offset(head), torch.empty(tuple(shape), device="meta").stride()
+        view: Any = _create_file_view(file.file, info.offset, info.length)  # type: ignore[arg-type]
+        try:
+            with FakeTensorMode():
+                fake = torch.load(view, weights_only=True)
+        except Exception as error:  # torch has many
+            raise ValueError(f"{file.path} is damaged: {error}. Use another checkpoint.") from error
         offset = fake.untyped_storage()._checkpoint_offset
         return offset + fake.storage_offset() * fake.element_size(), fake.stride()
 
@@ -167,6 +177,14 @@ class Folder:
         for file in self._open.values():
             file.close()
         self._open.clear()
+
+
+def _data_offset(head: bytearray) -> int:
+    """Where the elements begin in what ``torch.save`` has made of a tensor: a zip file, whose list is at its end. To go
+    there first would take the disk from its way.
+    """
+    name = head.index(RECORD)
+    return name + len(RECORD) + int.from_bytes(head[name - 2 : name], "little")  # after a field of padding
 
 
 def _in_order(sizes: Sequence[int], strides: Sequence[int]) -> bool:
@@ -188,6 +206,8 @@ def meta(source: Folder, weights_only: bool | None) -> dict[str, Any]:
             f"{source.path / folder.META} holds objects that may run code when they are loaded: {error}. If you trust "
             "it, use weights_only=False (on the command line: --trust)."
         ) from error
+    except (RuntimeError, EOFError) as error:
+        raise ValueError(f"{source.path / folder.META} is damaged: {error}. Use another checkpoint.") from error
     return found
 
 

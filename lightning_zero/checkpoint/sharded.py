@@ -5,12 +5,13 @@ import io
 import re
 from collections.abc import Mapping
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
-from torch.utils._pytree import keystr, tree_any, tree_flatten_with_path, tree_map, tree_structure
+from torch.utils._pytree import keystr, tree_any, tree_flatten_with_path, tree_leaves, tree_map, tree_structure
 
 from lightning_zero.checkpoint.full import Undetached
 from lightning_zero.engine import Communicator, Engine
@@ -36,6 +37,9 @@ def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:
             found[clean_name(name)] = value.detach() if isinstance(value, Tensor) else value
     return found
 
+
+ALIGNED = 64
+"""Bytes, a multiple of what an element of any dtype has."""
 
 _OURS = re.compile(r"model|master|optimizer_\d+")
 """Sections of a folder beside ``state_dict``: its second name, master weights, optimizers."""
@@ -79,7 +83,7 @@ def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     sections: dict[str, Any] = {}
     meta: dict[str, Any] = {}
     for key, value in checkpoint.items():
-        if key == "optimizer_states":
+        if key == "optimizer_states" and any(value):  # without optimizers Lightning has none, or an empty one
             sections |= {f"optimizer_{number}": state for number, state in enumerate(value)}
         elif key == "state_dict":
             sections[key] = _sealed(value)
@@ -105,8 +109,14 @@ def _sealed(value: Any) -> Any:
         return value
     if not tree_any(_is_part, value):
         return value if _keeps_its_form(value) else Sealed(value)
-    items = {key: _sealed(item) for key, item in (value.items() if isinstance(value, dict) else enumerate(value))}
-    return items if isinstance(value, dict) else list(items.values())
+    if isinstance(value, list):
+        return [_sealed(item) for item in value]
+    if others := [key for key in value if not isinstance(key, str)]:
+        raise TypeError(
+            f"A sharded checkpoint cannot hold a dict with the key {others[0]!r} and a part of a parameter below: keys "
+            "must be strings there."
+        )
+    return {key: _sealed(item) for key, item in value.items()}
 
 
 def _keeps_its_form(value: Any) -> bool:
@@ -118,20 +128,32 @@ def _keeps_its_form(value: Any) -> bool:
 
 
 def snapshot(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with copies of all values, which training does not change; what is shared stays shared."""
-    copies: dict[int, Any] = {}
+    """The same with copies of all values, which training does not change; what is shared stays shared.
 
-    def copy(value: Any) -> Any:
-        if isinstance(value, Sealed):
-            return Sealed(tree_map(copy, value.value))
-        if not isinstance(value, Tensor):
-            return deepcopy(value)
-        if id(value) not in copies:
-            copies[id(value)] = value.snapshot() if isinstance(value, OwnPart) else value.detach().cpu().clone()
-        return copies[id(value)]
+    This rank's parts are copied into one piece of memory, which goes back to the system with the last of them: many
+    small ones would leave holes.
+    """
+    parts = {id(value): value for value in tree_leaves(dict(sections)) if isinstance(value, OwnPart)}
+    sizes = [-(-(part.stop - part.start) * part.dtype.itemsize // ALIGNED) * ALIGNED for part in parts.values()]
+    memory = torch.split(torch.empty(sum(sizes), dtype=torch.uint8), sizes)
+    copies: dict[int, Any] = {
+        key: part.snapshot(piece.view(part.dtype)[: part.stop - part.start])
+        for (key, part), piece in zip(parts.items(), memory, strict=True)
+    }
 
-    found: dict[str, Any] = tree_map(copy, dict(sections))
+    found: dict[str, Any] = tree_map(partial(_copied, copies), dict(sections))
     return found
+
+
+def _copied(copies: dict[int, Any], value: Any) -> Any:
+    # not a function inside the other: one that calls itself would keep the copies until the next garbage collection
+    if isinstance(value, Sealed):
+        return Sealed(tree_map(partial(_copied, copies), value.value))
+    if not isinstance(value, Tensor):
+        return deepcopy(value)
+    if id(value) not in copies:
+        copies[id(value)] = value.detach().cpu().clone()
+    return copies[id(value)]
 
 
 def _is_part(value: Any) -> bool:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from lightning_zero.checkpoint import folder, manifest
-from lightning_zero.checkpoint.boxes import Box, boxes, whole
+from lightning_zero.checkpoint.boxes import Box, boxes, is_dense, whole
 from lightning_zero.checkpoint.sharded import Sealed
 from lightning_zero.engine.elsewhere import OwnPart
 
@@ -106,7 +106,7 @@ class PartPlanner(DefaultSavePlanner):
         for name, value in self.state_dict.items():
             if isinstance(value, OwnPart):
                 self.aliases[name] = first.setdefault(id(value), name)
-            elif isinstance(value, Tensor) and _is_dense(value) and value.numel():
+            elif isinstance(value, Tensor) and is_dense(value) and value.numel():
                 memory = value.data_ptr(), value.shape, value.stride(), value.dtype
                 self.aliases[name] = first.setdefault(memory, name)
         self.aliases = {name: stored for name, stored in self.aliases.items() if name != stored}
@@ -142,11 +142,7 @@ class PartPlanner(DefaultSavePlanner):
 def _in_order(tensor: Tensor) -> Tensor:
     """On the CPU, and row-major: our reader takes elements from where they are then, and does not look at strides."""
     there = tensor.detach().cpu()
-    return there.resolve_conj().resolve_neg().contiguous() if _is_dense(there) else there
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_quantized
+    return there.resolve_conj().resolve_neg().contiguous() if is_dense(there) else there
 
 
 def _boxes(part: OwnPart, is_coordinator: bool) -> list[tuple[Box, int]]:
@@ -169,7 +165,7 @@ def _item(name: str, value: Tensor, box: Box, kind: WriteItemType = WriteItemTyp
 
 
 def _whole_item(name: str, value: Any) -> WriteItem:
-    if isinstance(value, Tensor) and _is_dense(value):
+    if isinstance(value, Tensor) and is_dense(value):
         return _item(name, value, whole(value.shape), WriteItemType.TENSOR)
     return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
 

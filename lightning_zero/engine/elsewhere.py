@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+AT_ONCE = 2**20
+"""Elements that are read at once where all are copied."""
+
 
 class Elements(Protocol):
     """Reads some elements of a tensor."""
@@ -38,7 +41,8 @@ class OwnPart(Elsewhere):
         label: its name, for errors.
         dims: the order of dimensions in which the elements are counted.
         start, stop: the range that this rank has.
-        read: gives elements from one index to another of the range (counted as ``start`` and ``stop`` are), 1-D.
+        pieces: gives elements from one index to another of the range (counted as ``start`` and ``stop`` are): 1-D
+            tensors that follow one another, views where the values are in memory.
     """
 
     def __init__(
@@ -49,18 +53,28 @@ class OwnPart(Elsewhere):
         dims: Sequence[int],
         start: int,
         stop: int,
-        read: Callable[[int, int], Tensor],
+        pieces: Callable[[int, int], Sequence[Tensor]],
     ) -> None:
         super().__init__()
-        self.label, self.dims, self.start, self.stop, self.read = label, tuple(dims), start, stop, read
+        self.label, self.dims, self.start, self.stop, self._pieces = label, tuple(dims), start, stop, pieces
         self.exact: OwnPart | None = None
         """The same in a wider dtype (master weights), if the rank has that."""
 
-    def snapshot(self) -> "OwnPart":
-        """The same with a copy of its values, on the CPU, that nothing changes."""
-        values = self.read(self.start, self.stop).detach().to("cpu", self.dtype, copy=True)
-        place = self.shape, self.dtype, self.label, self.dims, self.start, self.stop
-        return OwnPart(*place, lambda start, stop: values[start - self.start : stop - self.start])
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements of the range, 1-D; a view where they lie together."""
+        pieces = self._pieces(start, stop)
+        return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+
+    def snapshot(self, values: Tensor) -> "OwnPart":
+        """The same, from ``values``, into which the present ones are copied (1-D, of this dtype)."""
+        for start in range(self.start, self.stop, AT_ONCE):
+            place = start - self.start
+            for piece in self._pieces(start, min(start + AT_ONCE, self.stop)):
+                values[place : place + piece.numel()].copy_(piece.detach())
+                place += piece.numel()
+        first = self.start
+        facts = self.shape, self.dtype, self.label, self.dims, first, self.stop
+        return OwnPart(*facts, lambda start, stop: [values[start - first : stop - first]])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

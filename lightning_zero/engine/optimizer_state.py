@@ -59,18 +59,19 @@ class ShardedState:
             return {}
         return {key: _join([entry[key] for entry in entries], tiles) for key in entries[0]}
 
-    def read_state(self, param: nn.Parameter, key: str, start: int, stop: int) -> Tensor:
-        """Elements ``start`` to ``stop`` of this rank's part of an entry that has one for each of the parameter's."""
+    def read_state(self, param: nn.Parameter, key: str, start: int, stop: int) -> list[Tensor]:
+        """Elements ``start`` to ``stop`` of this rank's part of an entry that has one for each of the parameter's: in
+        pieces, views where they are in memory.
+        """
         if place := self.swapped(param):
             state, index = place
             low = state.flat.own_range(index)[0]
-            return state.read(key, low + start, low + stop)
+            return [state.read(key, low + start, low + stop)]
         parts, offset = [], 0
         for tile in self.tiles(param):
             parts.append(self.state[tile][key][max(start - offset, 0) : max(stop - offset, 0)])
             offset += tile.numel()
-        parts = [part for part in parts if part.numel()] or parts[:1]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return [part for part in parts if part.numel()] or parts[:1]
 
     def plain_state(self, param: nn.Parameter) -> State:
         """A parameter's entries without their elements: what has one per element is an empty tensor of its dtype."""

@@ -104,12 +104,12 @@ def own_parts(flat: Flat, readable: bool) -> Iterator[tuple[nn.Parameter, OwnPar
 
 
 @torch.no_grad()
-def _read_own(flat: Flat, index: int, readable: bool, start: int, stop: int) -> Tensor:
+def _read_own(flat: Flat, index: int, readable: bool, start: int, stop: int) -> list[Tensor]:
     """Elements of this rank's part of a parameter's masters, counted from the slot's start."""
     low, first = flat.own_range(index)[0], flat.own_part(index)[0] - flat.layout.slots[index].start
     if readable and (flat.written or flat.escaped):
-        return flat.written.own_current(index)[start - first : stop - first]
-    return flat.read_master(low + start - first, low + stop - first)
+        return [flat.written.own_current(index)[start - first : stop - first]]
+    return [flat.read_master(low + start - first, low + stop - first)]
 
 
 def sharded_optimizer_state(sharded: ShardedOptimizer, comm: Communicator) -> dict[str, Any]:
@@ -139,10 +139,10 @@ def _own_entries(sharded: ShardedOptimizer, param: nn.Parameter, name: str, unsh
     for key, value in entries.items():
         if not unsharded[key]:
 
-            def read(low: int, high: int, key: str = key) -> Tensor:
+            def pieces(low: int, high: int, key: str = key) -> list[Tensor]:
                 return sharded.read_state(param, key, low - first, high - first)
 
-            entries[key] = OwnPart(slot.shape, value.dtype, f"{name}.{key}", slot.dims, start, stop, read)
+            entries[key] = OwnPart(slot.shape, value.dtype, f"{name}.{key}", slot.dims, start, stop, pieces)
         elif isinstance(value, Tensor):
             entries[key] = value.detach().cpu().clone()
     return entries
