@@ -46,13 +46,10 @@ def read(path: Path) -> Metadata:
             found: Metadata = _Unpickler(file).load()
         except Exception as error:  # a damaged pickle may raise anything
             raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}.") from error
-    if not isinstance(found, Metadata) or not _is_storage(found.storage_data):
+    stored = found.storage_data if isinstance(found, Metadata) else None
+    if not isinstance(stored, dict) or not all(isinstance(info, _StorageInfo) for info in stored.values()):
         raise ValueError(f"{path} does not describe a checkpoint.")
-    for name in {str(info.relative_path) for info in found.storage_data.values()}:
+    for name in {str(info.relative_path) for info in stored.values()}:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{path} names a file outside of its folder: {name}.")
     return found
-
-
-def _is_storage(found: Any) -> bool:
-    return isinstance(found, dict) and all(isinstance(info, _StorageInfo) for info in found.values())
