@@ -254,26 +254,6 @@ def test_reading_leaves_nothing_that_depends_on_the_file(zipped, tmp_path):
     assert [float(value) for value in kept] == [2.0, 0.5]
 
 
-class Remembers(TorchCheckpointIO):
-    def __init__(self):
-        self.removed = []
-
-    def remove_checkpoint(self, path):
-        self.removed.append(os.path.basename(path))
-        super().remove_checkpoint(path)
-
-
-@distributed(world_size=2)
-def test_the_users_plugin_removes_files_too(rank, world_size, tmp_path):
-    plugin = Remembers()
-    callbacks = [ModelCheckpoint(tmp_path / "work", filename="{step}", save_top_k=1)]
-    runner = trainer(rank, world_size, tmp_path, zero(3), plugins=[plugin], callbacks=callbacks, max_epochs=2,
-                     enable_checkpointing=True)  # fmt: skip
-    runner.fit(Net(), loader())
-    assert len(plugin.removed) == (1 if rank == 0 else 0)
-    assert len(os.listdir(tmp_path / "work")) == 1
-
-
 @distributed(world_size=2)
 def test_wrapped_plugins_work(rank, world_size, tmp_path):
     runner = trainer(rank, world_size, tmp_path, zero(3), plugins=[AsyncCheckpointIO()])

@@ -193,10 +193,11 @@ def test_objects_need_trust(tmp_path, capsys):
 
 
 class Holder:
-    """Tensors in an object: two that share memory, one of them a part."""
+    """Tensors in an object: two that share memory, one of them a part; an empty one, and a parameter."""
 
     def __init__(self, values):
         self.values, self.part = values, values[1:3]
+        self.nothing, self.param = torch.empty(0, 3), nn.Parameter(torch.full((2,), 5.0))
 
 
 def test_tensors_in_objects_are_in_the_file(tmp_path, capsys):
@@ -205,6 +206,7 @@ def test_tensors_in_objects_are_in_the_file(tmp_path, capsys):
     made, want = (torch.load(tmp_path / name, weights_only=False) for name in ("a.consolidated.ckpt", "full.ckpt"))
     found = made["hyper_parameters"]["where"]
     assert found.values.tolist() == [0, 1, 2, 3] and found.part.tolist() == [1, 2]
+    assert found.nothing.shape == (0, 3) and isinstance(found.param, nn.Parameter) and found.param.tolist() == [5, 5]
     assert torch.equal(made["state_dict"]["first.weight"], want["state_dict"]["first.weight"])
 
 

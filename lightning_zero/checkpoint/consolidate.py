@@ -78,8 +78,10 @@ def _write_frame(checkpoint: Any, path: Path) -> None:
             fakes[id(value)] = torch.empty(value.shape, dtype=value.dtype)
         return fakes[id(value)]
 
-    with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(tree_map_only(Tensor, fake, checkpoint), path)
+    with FakeTensorMode():
+        frame = tree_map_only(Tensor, fake, checkpoint)
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(frame, path)
 
 
 def _fill(checkpoint: Any, path: Path, progress: Progress) -> None:
