@@ -51,13 +51,14 @@ def _exists(background: Background, exists: Callable[..., bool], filepath: Any, 
 
 
 def refuse_what_killed_processes_left(trainer: "Trainer") -> None:
-    """Lightning takes ``ckpt_path="last"`` for None where it finds no last checkpoint: it would start afresh.
+    """Lightning takes ``ckpt_path="last"`` for None where it finds no last checkpoint: a fit would start afresh.
 
     Raises:
         FileNotFoundError: there is one, and a killed process has left it under another name, or a link to it that leads
             nowhere.
     """
-    callbacks: list[Any] = trainer.checkpoint_callbacks if trainer.ckpt_path is None else []
+    fresh = trainer.ckpt_path is None and trainer.state.fn == "fit"
+    callbacks: list[Any] = trainer.checkpoint_callbacks if fresh else []
     for callback in callbacks:
         if hasattr(callback, "_find_last_checkpoints"):
             folders.refuse_dangling(callback._find_last_checkpoints(trainer))

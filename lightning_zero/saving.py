@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.__version__ import version
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from torch import nn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero import host
 from lightning_zero.checkpoint import folder, folders, full, reader, sharded, trust
 from lightning_zero.checkpoint.background import Background
+from lightning_zero.checkpoint.boxes import is_dense
 from lightning_zero.checkpoint.load import VERSION
+from lightning_zero.checkpoint.named import named_state
 from lightning_zero.checkpoint.safetensors_write import save_safetensors
 from lightning_zero.config import Settings
 from lightning_zero.engine import Communicator, Engine
@@ -172,7 +175,16 @@ class CheckpointMethods(_Base):
         fp16 = str(self.precision_plugin.precision).startswith("16")
         frozen = self._settings.training.exclude_frozen
         path, dtype = place / "model.safetensors", torch.float16 if fp16 else torch.bfloat16
-        save_safetensors(self._module, path, dtype=dtype, exclude_frozen=frozen)
+        state = named_state(self._module)
+        left_out = [
+            clean_name(name)
+            for name, value in state.items()
+            if not isinstance(value, nn.Parameter) and not (isinstance(value, Tensor) and is_dense(value))
+        ]
+        if left_out:
+            rank_zero_warn(f"model.safetensors is without what is no dense tensor: {', '.join(left_out)}.")
+        names = dict.fromkeys(left_out)
+        save_safetensors(self._module, path, dtype=dtype, exclude_frozen=frozen, names=names)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint on every rank, from rank 0's path. Collective; an error is raised on all ranks.

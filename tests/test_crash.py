@@ -23,6 +23,7 @@ from harness import RankFailed, distributed, run_ranks
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.connectors import signal_connector
+from safetensors.torch import load_file
 from test_launchers import slurm
 from test_strategy import Net, loader, trainer, zero
 from torch import nn
@@ -1225,3 +1226,37 @@ def test_nothing_outlives_a_save(rank, world_size, later, tmp_path):
             gc.enable()
 
     in_training(rank, world_size, tmp_path, sharded(async_save=later), attempt)
+
+
+@distributed(world_size=2)
+def test_16_bit_weights_are_without_what_is_no_tensor(rank, world_size, tmp_path):
+    class Extra(Net):
+        def get_extra_state(self):
+            return {"words": ["one"]}
+
+        def set_extra_state(self, state):
+            pass
+
+    run = trainer(rank, world_size, tmp_path, sharded(save_16bit_weights=True))
+    run.fit(Extra(), loader())
+    path = tmp_path / "x.ckpt"
+    if rank == 0:
+        with pytest.warns(UserWarning, match="without what is no dense tensor: _extra_state"):
+            run.save_checkpoint(path)
+    else:
+        run.save_checkpoint(path)
+    assert load_file(path / "model.safetensors").keys() == Net().state_dict().keys()
+
+
+@distributed(world_size=2)
+def test_a_link_that_leads_nowhere_ends_a_fit_and_no_test(rank, world_size, tmp_path):
+    if rank == 0:
+        (tmp_path / "last.ckpt").symlink_to("gone.ckpt")
+    torch.distributed.barrier()
+
+    def run():
+        keep = ModelCheckpoint(tmp_path, save_last="link")
+        return trainer(rank, world_size, tmp_path, sharded(), callbacks=[keep], enable_checkpointing=True)
+
+    run().test(Net(), loader(), verbose=False)
+    assert "leads nowhere" in refusal(lambda: run().fit(Net(), loader()))
