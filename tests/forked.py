@@ -53,6 +53,10 @@ class Program:
         for number in (1, 2):
             os.dup2(self._said.fileno(), number)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        loggers = [logging.getLogger(name) for name in logging.Logger.manager.loggerDict]
+        for handler in (handler for logger in loggers for handler in logger.handlers):
+            if type(handler) is logging.StreamHandler:  # of a library, with the stream of when it was imported
+                handler.setStream(sys.stderr)
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         os.chdir(cwd)
         os.environ.update(env)
