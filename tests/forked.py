@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -53,6 +54,7 @@ class Program:
         for number in (1, 2):
             os.dup2(self._said.fileno(), number)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        _say_all_here()
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         os.chdir(cwd)
         os.environ.update(env)
@@ -115,6 +117,18 @@ def _run(words: Sequence[str]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     return code if isinstance(code, int) else int(code is not None)
+
+
+def _say_all_here() -> None:
+    """Libraries log to the stream of when they were imported, and pytest collects warnings."""
+    loggers = [logging.getLogger(name) for name in logging.Logger.manager.loggerDict]
+    for handler in (handler for logger in loggers for handler in logger.handlers):
+        if type(handler) is logging.StreamHandler:
+            handler.setStream(sys.stderr)
+    warnings.resetwarnings()
+    for quiet in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):  # as in a new Python
+        warnings.simplefilter("ignore", quiet)
+    warnings.showwarning = lambda *args: sys.stderr.write(warnings.formatwarning(*args[:4]))
 
 
 def _rank(words: Sequence[str]) -> None:

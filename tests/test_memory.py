@@ -170,7 +170,7 @@ def test_the_end_of_a_run_takes_no_second_copy(rank, world_size, autocast):
     assert slope <= 1.01 * allowed, f"{slope:.3f} bytes a parameter, allowed {allowed:.3f}"
 
 
-STRETCH = 15
+STRETCH = 20
 
 
 def resident():
@@ -189,7 +189,7 @@ def resident():
     ],
 )
 def test_steps_leave_nothing_behind(rank, world_size, stage, rests, tmp_path):
-    """Neither objects nor bytes: what grows, grows in all of four equal stretches (malloc's own caches in some)."""
+    """Neither objects nor bytes: what grows, grows in all of five equal stretches (malloc's own caches in some)."""
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}
     with communicator() as comm:
         model = zoo.make("DeepMlp")
@@ -208,7 +208,7 @@ def test_steps_leave_nothing_behind(rank, world_size, stage, rests, tmp_path):
             gc.collect()
             return len(gc.get_objects()), allocated(), resident()
 
-        looks = [after(10), *(after(STRETCH) for _ in range(4))]
+        looks = [after(30), *(after(STRETCH) for _ in range(5))]
         engine.release(whole=True)
     objects, nbytes, pages = (
         min(later - earlier for earlier, later in itertools.pairwise(values)) for values in zip(*looks, strict=True)
