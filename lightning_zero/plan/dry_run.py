@@ -18,7 +18,7 @@ from lightning_zero.plan.ledger import ACCELERATOR, Ledger
 from lightning_zero.plan.pretend import PlannedCommunicator, PlannedDisk, PlannedHost, as_on_a_gpu, ranks
 from lightning_zero.precision.dtypes import compute_dtype
 
-TILES = 256
+TILES = 64
 """A dry run cuts the optimizer's step into so many tiles at most: each costs time, and their number no memory."""
 
 
@@ -92,6 +92,7 @@ def dry_run(make: Callable[[], Workload], case: Case, only_states: bool = False)
         parameters = sum(param.numel() for param in workload.module.parameters())
         device, on_host = ledger.peak[case.device.type], ledger.peak["cpu"] if case.device.type != "cpu" else 0
         account = Account(parameters, states, device, on_host, disk.peak, {**comm.traffic})
+        engine.forget_optimizers()
         engine.release(whole=False)
         comm.close()
     del engine, workload, optimizer
