@@ -55,12 +55,12 @@ class Case:
 
 
 def dry_run(make: Callable[[], Workload], case: Case, only_states: bool = False) -> Account:
-    """Take two steps: the first makes the optimizer's state, the second is looked at.
+    """Take a step, which makes the optimizer's state, and begin another: forward and backward.
 
     Args:
         make: makes module and optimizer.
         case: how they are trained.
-        only_states: take one step: states and traffic are right then, the peaks too low.
+        only_states: no second forward: only the account's states are right then.
 
     Raises:
         RuntimeError: this process is a rank of a process group already.
@@ -80,15 +80,17 @@ def dry_run(make: Callable[[], Workload], case: Case, only_states: bool = False)
         comm = PlannedCommunicator(case.device)
         config = _config(case, workload.module, {"cpu": host, "nvme": disk})
         engine = Engine(workload.module, config, comm, compute_dtype=compute_dtype(workload.module, case.precision))
-        states: dict[str, float] = {}
-        for _ in range(1 if only_states else 2):
-            ledger.restart()
-            comm.traffic.update(dict.fromkeys(comm.traffic, 0))
-            _backwards(engine, workload, case)
-            states = {**engine.memory()}
-            engine.step(optimizer)
-            optimizer.zero_grad()
+        ledger.restart()
+        _backwards(engine, workload, case)
+        states = engine.memory()
+        comm.traffic.update(dict.fromkeys(comm.traffic, 0))
+        engine.step(optimizer)  # whose end, and not whose begin, belongs to the time that is looked at
+        optimizer.zero_grad()
+        if only_states:
             states["optimizer"] = engine.memory()["optimizer"]
+        else:
+            _backwards(engine, workload, case)
+            states = engine.memory()
         parameters = sum(param.numel() for param in workload.module.parameters())
         device, on_host = ledger.peak[case.device.type], ledger.peak["cpu"] if case.device.type != "cpu" else 0
         account = Account(parameters, states, device, on_host, disk.peak, {**comm.traffic})
