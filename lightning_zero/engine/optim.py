@@ -255,6 +255,10 @@ class ShardedOptimizer(ShardedState):
                 self.state[ghost] = tree_map_only(Tensor, Tensor.cpu, self.state.pop(tile))
         return known._replace(shard=flat.shard, tiles=ghosts)
 
+    def window_bytes(self) -> int:
+        """Bytes of host memory that windows of offloaded state are brought in to."""
+        return sum(buffers.nbytes() for buffers in self._buffers)
+
     def nbytes(self) -> int:
         """Bytes of the state on this rank."""
         values = (value for entry in self.state.values() for value in entry.values())

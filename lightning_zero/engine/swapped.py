@@ -132,6 +132,10 @@ class WindowBuffers:
             self._buffers[key, dtype] = aligned_empty(self._numel, dtype)
         return self._buffers[key, dtype]
 
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
     def settle(self) -> None:
         """Wait until what was in it has been written."""
         stores, self.stores = self.stores, []

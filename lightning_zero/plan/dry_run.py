@@ -13,13 +13,14 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import OffloadConfig, ZeroConfig
 from lightning_zero.engine import Engine, Tier
+from lightning_zero.engine.layout import round_up
 from lightning_zero.plan.account import Account
 from lightning_zero.plan.ledger import ACCELERATOR, Ledger
 from lightning_zero.plan.pretend import PlannedCommunicator, PlannedDisk, PlannedHost, as_on_a_gpu, ranks
 from lightning_zero.precision.dtypes import compute_dtype
 
 TILES = 64
-"""A dry run cuts the optimizer's step into so many tiles at most: each costs time, and their number no memory."""
+"""A dry run cuts the optimizer's step into so many tiles or windows at most: each costs time."""
 
 
 class Workload(NamedTuple):
@@ -80,6 +81,7 @@ def dry_run(make: Callable[[], Workload], case: Case, only_states: bool = False)
         comm = PlannedCommunicator(case.device)
         config = _config(case, workload.module, {"cpu": host, "nvme": disk})
         engine = Engine(workload.module, config, comm, compute_dtype=compute_dtype(workload.module, case.precision))
+        part = _widen_windows(engine)
         ledger.restart()
         _backwards(engine, workload, case)
         states = engine.memory()
@@ -92,7 +94,9 @@ def dry_run(make: Callable[[], Workload], case: Case, only_states: bool = False)
             _backwards(engine, workload, case)
             states = engine.memory()
         parameters = sum(param.numel() for param in workload.module.parameters())
-        device, on_host = ledger.peak[case.device.type], ledger.peak["cpu"] if case.device.type != "cpu" else 0
+        device, on_host = ledger.peak[case.device.type], 0.0
+        if case.device.type != "cpu":
+            on_host = ledger.peak["cpu"] - (1 - part) * engine.sharded(optimizer).window_bytes()
         account = Account(parameters, states, device, on_host, disk.peak, {**comm.traffic})
         engine.forget_optimizers()
         engine.release(whole=False)
@@ -113,6 +117,17 @@ def _config(case: Case, module: nn.Module, tiers: dict[str, Tier]) -> ZeroConfig
     if "tile_size" not in settings and case.device.type != "cpu":
         settings["tile_size"] = max(ZeroConfig().tile_size, -(-largest // TILES // 64) * 64)
     return ZeroConfig(stage=case.stage, **offload, **settings)
+
+
+def _widen_windows(engine: Engine) -> float:
+    """Have offloaded state brought in by few windows; returns which part of their memory the engine's own would take.
+
+    All of them stay in memory, so that what is too much can be told.
+    """
+    swap = engine.offload.swap
+    own = sum(flat.high - flat.low for unit in engine.units for flat in unit.flats)
+    engine.offload.swap = swap._replace(window=max(swap.window, round_up(own // TILES, 1024)))
+    return swap.window / engine.offload.swap.window
 
 
 def _backwards(engine: Engine, workload: Workload, case: Case) -> None:

@@ -23,15 +23,13 @@ class Ledger(FakeTensorMode):
     Attributes:
         live: bytes at present, by the type of the device.
         peak: the most since :meth:`restart`.
-        moment: what was under way then, if :attr:`now` is kept up to date.
     """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
-        self.now = ""
-        self.moment: dict[str, str] = {}
+        self._depth = 0
         self._known: dict[int, tuple[weakref.ref[UntypedStorage], str, int]] = {}
 
     def restart(self) -> None:
@@ -41,10 +39,16 @@ class Ledger(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
-        out = super().__torch_dispatch__(func, types, args, kwargs or {})
-        for value in out if isinstance(out, list | tuple) else (out,):
-            if isinstance(value, Tensor):
-                self._note(value)
+        self._depth += 1
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs or {})
+        finally:
+            self._depth -= 1
+        # what torch makes on its way to an output it makes once, and then knows the output: a kernel makes none of it
+        if not self._depth:
+            for value in out if isinstance(out, list | tuple) else (out,):
+                if isinstance(value, Tensor):
+                    self._note(value)
         return out
 
     @contextmanager
@@ -95,4 +99,3 @@ class Ledger(FakeTensorMode):
             self.live[device] += nbytes - before
             if self.live[device] > self.peak[device]:
                 self.peak[device] = self.live[device]
-                self.moment[device] = self.now
