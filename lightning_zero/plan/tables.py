@@ -104,7 +104,10 @@ def fits() -> str:
 
 def traffic(world_size: int = 64, micro_batches: tuple[int, ...] = (1, 2, 4)) -> str:
     """Elements that a rank sends in a step, as multiples of Y (N-1)/N."""
-    lines = [f"| strategy | {' | '.join(f'A = {count}' for count in micro_batches)} |", "|---" * (len(micro_batches) + 1) + "|"]
+    lines = [
+        f"| strategy | {' | '.join(f'A = {count}' for count in micro_batches)} |",
+        "|---" * (len(micro_batches) + 1) + "|",
+    ]
     for stage in range(4):
         cells = []
         for count in micro_batches:

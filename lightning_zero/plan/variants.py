@@ -71,7 +71,9 @@ def label(stage: int, optimizer: str = "none", params: str = "none") -> str:
         return name
     if optimizer == params:
         return f"{name}, optimizer and parameters to {optimizer}"
-    places = [f"{kind} to {place}" for kind, place in (("optimizer", optimizer), ("parameters", params)) if place != "none"]
+    places = [
+        f"{kind} to {place}" for kind, place in (("optimizer", optimizer), ("parameters", params)) if place != "none"
+    ]
     return f"{name}, {', '.join(places)}"
 
 
