@@ -1,7 +1,8 @@
 """What a run takes: bytes of a rank by category and place, elements that it sends in a step."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Self
+from typing import Any, Self
 
 KINDS = ("parameters", "master", "gradients", "optimizer")
 """Of states on the device."""
@@ -13,7 +14,7 @@ class Account:
 
     parameters: float
     """Elements of the whole model."""
-    states: dict[str, float]
+    states: Mapping[str, float]
     """On the device, at the moment when the last gradient of a step is in, by kind (as ``Engine.memory``)."""
     device: float
     """The most on the device in a step, with activations."""
@@ -21,7 +22,7 @@ class Account:
     """The most in host memory."""
     disk: float
     """On the disk."""
-    sent: dict[str, float] = field(default_factory=dict)
+    sent: Mapping[str, float] = field(default_factory=dict)
     """Elements in a step, by kind of operation."""
 
     @property
@@ -36,10 +37,10 @@ class Account:
 
     def extended(self, other: Self, times: float) -> Self:
         """This account and ``times`` the difference from it to ``other``: what further layers add."""
-        values = {}
+        values: dict[str, Any] = {}
         for name in (entry.name for entry in fields(self)):
             mine, others = getattr(self, name), getattr(other, name)
-            if isinstance(mine, dict):
+            if isinstance(mine, Mapping):
                 values[name] = {key: mine[key] + times * (others[key] - mine[key]) for key in mine}
             else:
                 values[name] = mine + times * (others - mine)

@@ -11,8 +11,8 @@ from lightning_zero.plan.sizes import nbytes
 from lightning_zero.plan.tables import PER_HOST, TABLES
 from lightning_zero.plan.variants import Machine, advice, every, table
 
-ABOUT = """What a model takes at each stage and with each offload, before anything is bought or started: the engine itself
-takes steps with tensors that have no memory. Give a module (--module), a size (--params), or a table (--table).
+ABOUT = """What a model takes at each stage and with each offload, before anything is bought or started: the engine
+itself takes steps with tensors that have no memory. Give a module (--module), a size (--params), or a table (--table).
 Sizes: 80GB is 80 * 10^9 bytes, 80GiB is 80 * 2^30, which is what a card sold as 80 GB has."""
 
 
@@ -70,7 +70,6 @@ class _Runner:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._shapes = users.batch(options.batch, options.precision)
-        self._make = users.named(options.module) if options.module else None
         self._size = None if options.module else _size(options, self._shapes[0][0])
 
     def __call__(self, stage: int, optimizer: str, params: str) -> Account:
@@ -79,7 +78,7 @@ class _Runner:
         case = Case(stage, options.world_size, options.precision, options.accumulate, optimizer, params, settings)
         if self._size is not None:
             return account_of(self._size, case)
-        return dry_run(partial(users.workload, self._make, self._shapes), case)
+        return dry_run(partial(users.workload, users.named(options.module), self._shapes), case)
 
 
 def _size(options: argparse.Namespace, shape: tuple[int, ...]) -> Size:

@@ -107,16 +107,16 @@ def dry_run(make: Callable[[], Workload], case: Case, only_states: bool = False)
 
 
 def _config(case: Case, module: nn.Module, tiers: dict[str, Tier]) -> ZeroConfig:
-    offload = {
+    settings: dict[str, Any] = {
         f"offload_{kind}": OffloadConfig(device=(lambda tier: lambda: tier)(tiers[place]))
         for kind, place in (("optimizer", case.optimizer), ("params", case.params))
         if place != "none" and not (place == "cpu" and case.device.type == "cpu")
     }
-    settings = dict(case.settings)
+    settings |= dict(case.settings)
     largest = max(sum(p.numel() for p in module.parameters()), 1)
     if "tile_size" not in settings and case.device.type != "cpu":
         settings["tile_size"] = max(ZeroConfig().tile_size, -(-largest // TILES // 64) * 64)
-    return ZeroConfig(stage=case.stage, **offload, **settings)
+    return ZeroConfig(stage=case.stage, **settings)
 
 
 def _widen_windows(engine: Engine) -> float:

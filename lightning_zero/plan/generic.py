@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from lightning_zero.config import ZeroConfig
 from lightning_zero.plan.account import Account
 from lightning_zero.plan.dry_run import Case, Workload, dry_run
 from lightning_zero.plan.model import Block, Transformer, inner_size
@@ -31,6 +32,11 @@ class Size:
         """Of the feed-forward networks, to have that many parameters."""
         return inner_size(self.parameters, self.layers, self.dim, self.vocabulary)
 
+    @property
+    def block_bytes(self) -> int:
+        """Of a block's matrices, in fp32."""
+        return 4 * (4 * self.dim * self.dim + 2 * self.dim * self.inner)
+
 
 def account_of(size: Size, case: Case, only_states: bool = False) -> Account:
     """What a rank takes.
@@ -38,7 +44,9 @@ def account_of(size: Size, case: Case, only_states: bool = False) -> Account:
     Of a model of many blocks the engine runs :data:`FEW` and one more, and the difference stands for the others.
     """
     case = replace(case, settings=(("unit_classes", (Block.__name__,)), *case.settings))
-    if size.layers <= FEW + 1:
+    least = dict(case.settings).get("min_unit_bytes", ZeroConfig().min_unit_bytes)
+    merges = size.block_bytes < least  # how many blocks are one unit depends on how many there are
+    if size.layers <= FEW + 1 or (merges and not only_states):
         return dry_run(partial(_workload, size, size.layers, case), case, only_states)
     few = 1 if only_states else FEW
     less, more = (dry_run(partial(_workload, size, layers, case), case, only_states) for layers in (few, few + 1))

@@ -15,7 +15,7 @@ ACCELERATOR = torch.device("lazy")
 needs none."""
 
 
-class Ledger(FakeTensorMode):
+class Ledger(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Inside, tensors have shapes, dtypes and devices but no memory, and what they would take is counted.
 
     A value that code asks a tensor for is 1 (True): nothing is known, and a check for finite numbers passes.
@@ -39,6 +39,8 @@ class Ledger(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
+        if func.__name__.startswith("_fused_"):
+            return None  # an optimizer's step in place; not all of them are known to FakeTensorMode
         self._depth += 1
         try:
             out = super().__torch_dispatch__(func, types, args, kwargs or {})
@@ -54,7 +56,8 @@ class Ledger(FakeTensorMode):
     @contextmanager
     def counting(self) -> Iterator[Self]:
         """Enter the mode, and notice what changes a storage without an operation of torch's."""
-        resize, swap = UntypedStorage.resize_, UntypedStorage._swap_data_ptr_
+        storages: Any = UntypedStorage
+        resize, swap = storages.resize_, storages._swap_data_ptr_
 
         def resize_(storage: UntypedStorage, size: int) -> Any:
             out = resize(storage, size)
@@ -67,12 +70,12 @@ class Ledger(FakeTensorMode):
             self._resize(smaller)  # first, so that nothing is counted twice
             self._resize(larger)
 
-        UntypedStorage.resize_, UntypedStorage._swap_data_ptr_ = resize_, swap_
+        storages.resize_, storages._swap_data_ptr_ = resize_, swap_
         try:
             with self, torch.autograd.set_multithreading_enabled(False):
                 yield self
         finally:
-            UntypedStorage.resize_, UntypedStorage._swap_data_ptr_ = resize, swap
+            storages.resize_, storages._swap_data_ptr_ = resize, swap
 
     def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

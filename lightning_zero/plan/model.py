@@ -1,6 +1,5 @@
 """A transformer for plans of models that are known by their size only."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -23,7 +22,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return out
 
 
 class Transformer(nn.Module):
@@ -46,10 +46,8 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The loss, 0-dim fp32, of predicting ``tokens`` (batch, seq; int64) from themselves."""
-        if self.embedding is None:
-            x = self.norm.weight.new_zeros(*tokens.shape, self.dim)
-        else:
-            x = self.embedding(tokens)
+        x: Tensor
+        x = self.embedding(tokens) if self.embedding else self.norm.weight.new_zeros(*tokens.shape, self.dim)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False) if self.checkpointed else block(x)
         x = self.norm(x)

@@ -11,8 +11,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-
-
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -136,7 +134,7 @@ def as_on_a_gpu() -> Iterator[None]:
             for name in ("_get_fused_kernels_supported_devices", "_get_foreach_kernels_supported_devices"):
                 stack.enter_context(patch.object(place, name, with_accelerator(getattr(place, name))))
         if not hasattr(torch, ACCELERATOR.type):
-            torch._register_device_module(ACCELERATOR.type, _Accelerator)  # for good; checkpointing asks for it
+            torch._register_device_module(ACCELERATOR.type, _Accelerator)  # type: ignore[no-untyped-call] # checkpointing asks for it
         yield
 
 

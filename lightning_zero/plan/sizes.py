@@ -3,8 +3,8 @@
 import re
 
 GIB = 2**30
-DECIMAL = {f"{prefix}B": 1000**power for power, prefix in enumerate(("", *"KMGTP"))}
-UNITS = DECIMAL | {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTP", 1)}
+DECIMAL: dict[str, int] = {f"{prefix}B": 1000**power for power, prefix in enumerate(("", *"KMGTP"))}
+UNITS: dict[str, int] = DECIMAL | {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTP", 1)}
 
 
 def nbytes(text: str) -> int:
@@ -16,7 +16,8 @@ def nbytes(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGTP]i?B|B)\s*", text)
     if found is None:
         raise ValueError(f"{text!r} is no size: write a number and a unit, 80GB (10^9 bytes), 80GiB (2^30) or 1.5TB.")
-    return round(float(found[1]) * UNITS[found[2]])
+    size: int = UNITS[found[2]]
+    return round(float(found[1]) * size)
 
 
 def shown(size: float) -> str:

@@ -92,12 +92,12 @@ def fits() -> str:
                 sizes = " | ".join(f"{nbytes / GIB:.1f}" if nbytes > GIB / 20 else "-" for nbytes in needs)
                 verdict = variant.verdict(machine).partition(":")[0]
                 lines.append(f"| {model} | {count} x {card} | {variant.name} | {dtype} | {sizes} | {verdict} |")
-                if verdict == "yes" and optimizer == "none":
+                if verdict == "yes":
                     break  # with less precise gradients it fits, too
     note = (
         f"The most in a step, counted: states, one sequence of 2048 tokens with checkpointed blocks, logits, and"
-        f" buffers; bf16-true with fp32 masters. Hosts have {PER_HOST} devices or all. *tight*: less than 10 % is left for"
-        " the CUDA context, NCCL, rounding and fragmentation, which are not counted."
+        f" buffers; bf16-true with fp32 masters. Hosts have {PER_HOST} devices or all. *tight*: less than 10 % is left"
+        " for the CUDA context, NCCL, rounding and fragmentation, which are not counted."
     )
     return "\n".join([*lines, "", note])
 
@@ -115,8 +115,8 @@ def traffic(world_size: int = 64, micro_batches: tuple[int, ...] = (1, 2, 4)) ->
             cells.append(f"{account.traffic * world_size / (world_size - 1):.3f}")
         lines.append(f"| {'ddp' if stage == 0 else f'zero{stage}'} (stage {stage}) | {' | '.join(cells)} |")
     note = (
-        f"Elements that each of {world_size} ranks sends in a step of A micro-batches, as multiples of Y (N-1)/N, counted"
-        " on 7.5B parameters (2, 2, A+1, at most 3A). At zero3 the last unit of a forward stays for its backward."
+        f"Elements that each of {world_size} ranks sends in a step of A micro-batches, as multiples of Y (N-1)/N,"
+        " counted on 7.5B parameters (2, 2, A+1, at most 3A). At zero3 a forward's last unit stays for the backward."
     )
     return "\n".join([*lines, "", note])
 

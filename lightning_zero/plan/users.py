@@ -67,8 +67,8 @@ def workload(make: Callable[[], LightningModule], shapes: Sequence[tuple[tuple[i
         tensors = [torch.zeros(shape, dtype=dtype) for shape, dtype in shapes]
     except Exception as error:  # whatever a constructor raises
         raise ValueError(
-            f"The module could not be made without memory and data: {type(error).__name__}: {error}. A dry run calls its"
-            " constructor and configure_model with tensors that hold nothing: give a function that makes it without"
+            f"The module could not be made without memory and data: {type(error).__name__}: {error}. A dry run calls"
+            " its constructor and configure_model with tensors that hold nothing: give a function that makes it without"
             " files and without looking at values."
         ) from error
 

@@ -7,7 +7,7 @@ from lightning_zero.plan.account import Account
 from lightning_zero.plan.sizes import shown
 
 ROOM = 0.1
-"""Of a device's memory, what is left alone: for the driver's context, what the allocator rounds up, and fragmentation."""
+"""Of a device's memory, what is left alone: for the CUDA context, what the allocator rounds up, and fragmentation."""
 
 CHOICES = (
     *((stage, "none", "none") for stage in range(4)),
