@@ -60,11 +60,11 @@ def steps(comm, device, **settings):
 @distributed(world_size=[2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("settings", [SMALL, CUT], ids=["blocks", "cut"])
-def test_dry_run_does_and_holds_what_a_run_does(world_size, stage, settings):
+def test_dry_run_does_and_holds_what_a_run_does(rank, world_size, stage, settings):
     """Events, bytes by kind, free memory of the pool among them, and elements sent, on rank 0."""
     with communicator() as comm:
         real = steps(comm, CPU, stage=stage, **settings)
-    if comm.rank == 0:
+    if rank == 0:
         torch.distributed.destroy_process_group()
         with warnings.catch_warnings(), ranks(world_size), Ledger().counting(), as_on_a_gpu():
             warnings.simplefilter("ignore")
