@@ -3,19 +3,23 @@
 import warnings
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from harness import distributed
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from oracles import communicator
 
+from lightning_zero import ZeroStrategy
 from lightning_zero.__main__ import main
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import Engine
 from lightning_zero.plan import tables, users
 from lightning_zero.plan.account import Account
 from lightning_zero.plan.dry_run import Case, Workload, dry_run
+from lightning_zero.plan.fit_plan import FitPlan
 from lightning_zero.plan.generic import Size, account_of
 from lightning_zero.plan.ledger import ACCELERATOR, Ledger
 from lightning_zero.plan.model import Transformer
@@ -220,3 +224,73 @@ def test_dry_run_leaves_nothing_behind():
     assert torch.UntypedStorage.resize_ is resize
     assert torch.nn.functional.scaled_dot_product_attention is attention
     assert not torch.distributed.is_initialized() and not isinstance(torch.empty(1), torch._subclasses.FakeTensor)
+
+
+@distributed(world_size=2)
+def test_units_of_a_cut_block_do_not_outlive_its_recompute(rank, world_size):
+    """Of eight blocks, cut at their layers and checkpointed, two are whole at a time at most."""
+    with communicator() as comm:
+        module, make_optimizer, loss = transformer(CPU, layers=8)
+        engine = Engine(module, ZeroConfig(stage=3, **CUT), comm, compute_dtype=lambda param: torch.bfloat16)
+        buffers = [flat.buffer for unit in engine.units if not unit.is_root for flat in unit.flats]
+        highest = 0
+
+        class Watching(list):
+            def append(self, event):
+                nonlocal highest
+                highest = max(highest, sum(buffer.nbytes for buffer in buffers if buffer.allocated))
+
+        engine.events = Watching()
+        with engine.forward():
+            value = loss()
+        with engine.backward():
+            value.backward()
+        assert highest <= 2.25 / 8 * sum(buffer.nbytes for buffer in buffers)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_plan_of_a_fit_has_the_states_that_the_run_then_holds(rank, world_size, stage):
+    with communicator() as comm:
+        module, make_optimizer, loss = transformer(CPU)
+        optimizer = make_optimizer()
+        settings = ZeroConfig(stage=stage, **SMALL)
+        engine = Engine(module, settings, comm, compute_dtype=lambda param: torch.bfloat16)
+        plan = FitPlan(engine, [optimizer], sums=False)
+        for _ in range(2):
+            with engine.forward():
+                value = loss()
+            with engine.backward():
+                value.backward()
+            held = engine.memory()
+            engine.step(optimizer)
+            optimizer.zero_grad()
+        assert plan.steady["parameters"] == held["parameters"]
+        assert plan.steady["master weights"] == held["master"]
+        assert plan.steady["gradients"] == held["gradients"]
+        assert plan.steady["optimizer"] == pytest.approx(held["optimizer"], rel=0.01)  # and the steps' numbers
+        assert "states" in plan.announcement() and "planned" in plan.comparison()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("summary", [True, False])
+def test_fit_tells_its_plan_with_the_model_summary(rank, world_size, summary):
+    data = torch.utils.data.TensorDataset(torch.zeros(8, 64), torch.zeros(8))
+    told = []
+    with patch("lightning_zero.plan.fit_plan.rank_zero_info", told.append):
+        fit(Plain(), torch.utils.data.DataLoader(data, batch_size=4), enable_model_summary=summary)
+    words = [" ".join(text.split()[:4]) for text in told]
+    assert words == (["Plan for rank 0:", "Rank 0 planned 102"] if summary and rank == 0 else [])
+
+
+class Plain(Lit):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+def test_tables_of_the_readme_are_what_the_code_prints():
+    """The cheap one; a row of the paper's."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    assert tables.paper(("7.5B",), (64,)).splitlines()[2].split("|")[2].strip() in readme
+    for row in tables.traffic(micro_batches=(1,)).splitlines()[2:6]:
+        assert row.removesuffix("|").strip() in readme
