@@ -9,10 +9,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from harness import distributed
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from oracles import communicator
+from test_strategy import fitted
 
-from lightning_zero import ZeroStrategy
 from lightning_zero.__main__ import main
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import Engine
@@ -274,18 +274,12 @@ def test_plan_of_a_fit_has_the_states_that_the_run_then_holds(rank, world_size, 
 
 @distributed(world_size=2)
 @pytest.mark.parametrize("summary", [True, False])
-def test_fit_tells_its_plan_with_the_model_summary(rank, world_size, summary):
-    data = torch.utils.data.TensorDataset(torch.zeros(8, 64), torch.zeros(8))
+def test_fit_tells_its_plan_with_the_model_summary(rank, world_size, tmp_path, summary):
     told = []
     with patch("lightning_zero.plan.fit_plan.rank_zero_info", told.append):
-        fit(Plain(), torch.utils.data.DataLoader(data, batch_size=4), enable_model_summary=summary)
-    words = [" ".join(text.split()[:4]) for text in told]
-    assert words == (["Plan for rank 0:", "Rank 0 planned 102"] if summary and rank == 0 else [])
-
-
-class Plain(Lit):
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
+        fitted(rank, world_size, tmp_path, "zero3", enable_model_summary=summary)
+    words = [" ".join(text.split()[:3]) for text in told]
+    assert words == (["Plan for rank", "Rank 0 planned"] if summary and rank == 0 else [])
 
 
 def test_tables_of_the_readme_are_what_the_code_prints():
