@@ -3,6 +3,7 @@
 python -m lightning_zero config ds_config.json               # what becomes of each key of DeepSpeed's JSON
 python -m lightning_zero config ds_config.json --ranks 8     # and the batch sizes on so many ranks
 python -m lightning_zero checkpoint info PATH                # and verify, consolidate, export: of checkpoint folders
+python -m lightning_zero plan --module package.module:Lit    # bytes and traffic at each stage, and which to use
 """
 
 import argparse
@@ -10,6 +11,7 @@ import sys
 
 from lightning_zero.checkpoint import commands as commands_of_checkpoints
 from lightning_zero.config.deepspeed import table, translate
+from lightning_zero.plan import commands as commands_of_plans
 from lightning_zero.training import settings_of
 
 
@@ -25,10 +27,13 @@ def main(arguments: list[str] | None = None) -> None:
     config.add_argument("path", help="the JSON file")
     config.add_argument("--ranks", type=int, help="show the batch sizes on so many ranks, too")
     commands_of_checkpoints.add_parser(commands)
+    commands_of_plans.add_parser(commands)
     options = parser.parse_args(arguments)
     try:
         if options.command == "checkpoint":
             commands_of_checkpoints.run(options)
+        elif options.command == "plan":
+            commands_of_plans.run(options)
         else:
             _explain(options.path, options.ranks)
     except (ValueError, TypeError, OSError) as error:

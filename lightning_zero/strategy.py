@@ -21,6 +21,7 @@ from lightning_zero.engine.expected import expected
 from lightning_zero.engine.guard import holds_all
 from lightning_zero.engine.materialize import is_meta
 from lightning_zero.engine.norm import GradientNorm
+from lightning_zero.plan import fit_plan
 from lightning_zero.precision import ZeroPrecision, adapt, raw_optimizer
 from lightning_zero.saving import CheckpointMethods, LocalCheckpointIO, is_stand_in
 from lightning_zero.steps import StepMethods
@@ -167,6 +168,7 @@ class ZeroMethods(ConfiguredMethods, StepMethods, CheckpointMethods):
             self._fit_engine = self._engine
             self._shut_out.append(between_steps.let_in(trainer.callbacks, self._running, model))  # type: ignore[attr-defined]
             self._shut_out.append(model_checkpoint.let_in(trainer, self._background))
+            self._shut_out.append(fit_plan.tell(self._running, map(raw_optimizer, self.optimizers), trainer))
         self.setup_precision_plugin()
 
     def _attach(self, module: nn.Module) -> None:

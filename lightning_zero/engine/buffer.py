@@ -15,6 +15,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, UntypedStorage
 
+from lightning_zero.engine.modes import pretends
+
 
 class NanPages:
     """Address space that reads as NaN (all bits set) however large, for storages that hold nothing at the moment.
@@ -69,7 +71,7 @@ class Pool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.swaps = device.type == "cpu" and os.name == "posix" and hasattr(os, "memfd_create")
-        self.nan = nan_pages() if self.swaps else None
+        self.nan = nan_pages() if self.swaps and not pretends() else None
         self._free: dict[int, list[UntypedStorage]] = defaultdict(list)
         self._low: dict[int, int] = {}
 
@@ -140,6 +142,7 @@ class FlatBuffer:
         self.tensor = pool.empty(numel, dtype)
         self.storage = self.tensor.untyped_storage()
         self.allocated = True
+        self._swaps = pool.swaps and numel > 0
         self._nan = pool.nan.storage(self.nbytes) if pool.nan is not None and numel else None
 
     def allocate(self) -> None:
@@ -147,11 +150,12 @@ class FlatBuffer:
         if self.allocated:
             return
         self.allocated = True
-        if self._nan is None:
+        if not self._swaps:
             self.storage.resize_(self.nbytes)
             return
         memory = self.pool.take(self.nbytes)
-        _swap(self.storage, self._nan)
+        if self._nan is not None:
+            _swap(self.storage, self._nan)
         _swap(self.storage, memory)
 
     def release(self) -> None:
@@ -159,13 +163,14 @@ class FlatBuffer:
         if not self.allocated:
             return
         self.allocated = False
-        if self._nan is None:
+        if not self._swaps:
             self.storage.resize_(0)
             return
         memory = torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
         _swap(self.storage, memory)
         self.pool.give(memory)
-        _swap(self.storage, self._nan)
+        if self._nan is not None:
+            _swap(self.storage, self._nan)
 
     def discard(self) -> None:
         """Let go of the memory for good; views that others hold keep it."""

@@ -46,16 +46,23 @@ class Communicator:
         """Elements that this rank has sent, by the kind of operation."""
         self.sent_bytes = dict.fromkeys(self.traffic, 0)
         """The same in bytes."""
-        self.nccl = device.type == "cuda" and "nccl" in dist.get_backend_config()
+        self.nccl = self._has_nccl()
         backend = "nccl" if self.nccl else "gloo"
         self.peers = Peers(distributed_c10d._get_default_store(), self.rank, self.world_size)
         backends = {"gather": backend, "reduce": backend, "control": "gloo"}
-        self._lanes = {name: Lane(name, backends[name], timeout, self.peers) for name in backends}
-        self._outside = Outside(self.peers) if self.world_size > 1 and not self.nccl else None
+        self._lanes = {name: self._lane(name, backends[name], timeout) for name in backends}
+        watches = self.world_size > 1 and self._lanes["reduce"].blocking
+        self._outside = Outside(self.peers) if watches else None
         self._timeout = timeout
         self._background: dist.ProcessGroup | None = None
         self._background_connections = Connections()
         self._closed = False
+
+    def _has_nccl(self) -> bool:
+        return self.device.type == "cuda" and "nccl" in dist.get_backend_config()
+
+    def _lane(self, name: str, backend: str, timeout: timedelta) -> Lane:
+        return Lane(name, backend, timeout, self.peers)
 
     def all_gather(
         self, full: Tensor, bounds: Bounds, what: str, kind: str = "gather", after: Transfer | None = None
@@ -104,8 +111,10 @@ class Communicator:
             bounds: parts of equal length.
         """
         low, high = bounds[self.rank]
-        size = high - low
-        self._count("reduce", sum(b - a for a, b in bounds) - size, full.dtype)
+        self._count("reduce", sum(b - a for a, b in bounds) - (high - low), full.dtype)
+        return self._exchange(full, receive, bounds, what)
+
+    def _exchange(self, full: Tensor, receive: Tensor, bounds: Bounds, what: str) -> Handle:
         lane = self._lanes["reduce"]
         if self.nccl:
             parts = self.parts(full, receive, bounds)
@@ -117,7 +126,7 @@ class Communicator:
         host, first = full.cpu(), receive.cpu()
         parts = self.parts(host, first, bounds)
         rounds: list[Round] = []
-        for turn in range(1, self.world_size if size else 1):
+        for turn in range(1, self.world_size if full.numel() else 1):
             to, source = (self.rank + turn) % self.world_size, (self.rank - turn) % self.world_size
             start, stop = bounds[to]
             rounds.append([lane.receive(parts[source], source, tag), lane.send(host[start:stop], to, tag)])
@@ -192,6 +201,18 @@ class Communicator:
             rounds, what, lambda: tensor.copy_(rows.amax(0) if op == "max" else rows[order].sum(0))
         )
 
+    def any_of(self, bits: Sequence[bool], what: str) -> list[bool]:
+        """Of each bit, whether any rank has it. Collective."""
+        vector = torch.tensor(bits, dtype=torch.uint8, device="cpu")
+        self.all_reduce(vector, "max", what).wait()
+        return [bool(bit) for bit in vector.tolist()]
+
+    def first_of(self, numbers: Sequence[int]) -> list[int]:
+        """Rank 0's numbers, of which every rank has as many. Collective."""
+        shared = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        self.broadcast_(shared)
+        return shared.tolist()
+
     def gather_pieces(self, own: Tensor, out: Tensor | None, bounds: Bounds, dst: int, what: str) -> None:
         """Collect every rank's piece of a tensor on rank ``dst``; ``out`` (1-D, CPU) is given there only."""
         lane = self._lanes["control"]
@@ -217,9 +238,7 @@ class Communicator:
         """
         found: list[str | None] = [message]
         if self.world_size > 1:
-            anything = torch.tensor([int(message is not None)], device="cpu")
-            self.all_reduce(anything, "max", "agreement").wait()
-            if not anything.item():
+            if not self.any_of([message is not None], "agreement")[0]:
                 return
             found = self._all_objects(message)
         texts = {f"rank {rank}: {text}" for rank, text in enumerate(found) if text is not None}

@@ -191,9 +191,8 @@ def settle(module: nn.Module, comm: Communicator) -> None:
     nobody's reading counts any more (initialisers will not find values). Collective.
     """
     params = list(module.parameters())
-    has_values = torch.tensor([expected(param) is None for param in params], dtype=torch.uint8, device="cpu")
-    comm.all_reduce(has_values, "max", "expected values").wait()
-    for param, somewhere in zip(params, has_values.tolist(), strict=True):
+    has_values = comm.any_of([expected(param) is None for param in params], "expected values")
+    for param, somewhere in zip(params, has_values, strict=True):
         if somewhere:
             read(param)
         elif later := expected(param):

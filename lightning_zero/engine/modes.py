@@ -26,6 +26,11 @@ def _no_user_modes() -> Iterator[None]:
         yield
 
 
+def pretends() -> bool:
+    """Whether tensors are made without memory at present: a dry run, under FakeTensorMode."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
     """Run a function as it is: a graph of ``torch.compile`` ends before it, and another one begins after it."""
     return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]

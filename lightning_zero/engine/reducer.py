@@ -58,7 +58,7 @@ class Reducer:
         """Called where a gradient comes without :meth:`begin`."""
         self.last = True
         self._flats = [flat for unit in units for flat in unit.flats]
-        self._order = ReductionOrder(self._share_order)
+        self._order = ReductionOrder(comm.first_of)
         self._turn: deque[Unit] = deque()
         self._patience = PATIENCE
         self.collector = Collector(pool)
@@ -89,7 +89,7 @@ class Reducer:
         self._order.begin(self._key, members)
         if reused is not None and self._key not in self._usual:
             # the dtype on the wire depends on it, so all ranks must know before the first reduction
-            self._learn_reused(self._everywhere([flat in reused for flat in self._flats], "reused layers"))
+            self._learn_reused(self.comm.any_of([flat in reused for flat in self._flats], "reused layers"))
         self._reused_here = reused or set()
 
     def _learn_reused(self, bits: Sequence[bool]) -> None:
@@ -191,7 +191,7 @@ class Reducer:
                 self._launch(unit, flats)
         self._finish_all()
         if late:
-            self.watch.everywhere |= self._everywhere([self.watch.noticed()], "end of late reductions")[0]
+            self.watch.everywhere |= self.comm.any_of([self.watch.noticed()], "end of late reductions")[0]
         self._order.freeze()
         self._hand_out(present)
         self.collector.window_open = False
@@ -344,12 +344,7 @@ class Reducer:
         bits += [any(flat.in_local) for flat in self._flats]
         bits += [flat in self._reused_here for flat in self._flats]
         bits += [self.watch.noticed(), flag]
-        return self._everywhere(bits, "end of backward")
-
-    def _everywhere(self, bits: list[bool], what: str) -> list[bool]:
-        vector = torch.tensor(bits, dtype=torch.uint8, device="cpu")
-        self.comm.all_reduce(vector, "max", what).wait()
-        return [bool(bit) for bit in vector.tolist()]
+        return self.comm.any_of(bits, "end of backward")
 
     def _hand_out(self, present: list[bool]) -> None:
         """Set ``p.grad``: the stand-in where any rank has a gradient, None elsewhere; learn what is usual."""
@@ -367,11 +362,6 @@ class Reducer:
                 flat.contributed = [False] * count
                 start += count
         self._usual[self._key] = usual
-
-    def _share_order(self, order: list[int]) -> list[int]:
-        shared = torch.tensor(order, dtype=torch.int64, device=self.comm.device)
-        self.comm.broadcast_(shared)
-        return shared.tolist()
 
 
 def takes_part(flat: Flat) -> bool:

@@ -39,6 +39,7 @@ class Residency:
         self._live: list[Unit] = []
         self._waiting_use: set[int] = set()
         self._kept: set[int] = set()
+        self._viewed: set[Unit] = set()  # sharded, but with the memory of the whole, for somebody holds a view
 
     def launch(self, unit: Unit) -> None:
         """Start to gather a sharded unit."""
@@ -108,6 +109,18 @@ class Residency:
         for flat in unit.flats:
             if not flat.escaped:
                 flat.buffer.release()
+        if any(flat.buffer.allocated for flat in unit.flats):
+            self._viewed.add(unit)
+        else:
+            self._viewed.discard(unit)
+
+    def _free_viewed(self) -> None:
+        """Look again whether the views have gone: those of a recompute, of a block that is cut, with its backward."""
+        for unit in list(self._viewed):
+            if unit.state is ParamState.SHARDED:
+                self._free(unit)
+            else:
+                self._viewed.discard(unit)
 
     def reshard_all(self) -> None:
         """Free whatever can be freed, also what views have kept so far."""
@@ -171,3 +184,4 @@ class Residency:
         for other in list(self._live):
             if other is not unit and other.index not in self._waiting_use | self._kept:
                 self.reshard(other)
+        self._free_viewed()

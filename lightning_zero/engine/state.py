@@ -171,10 +171,9 @@ def _agree_on_keys(sharded: ShardedOptimizer, comm: Communicator) -> dict[int, d
     """By parameter, which entries of its state are whole on every rank: one number can look like a shard of one."""
     params = {id(p): p for group in sharded.optimizer.param_groups for p in group["params"]}
     found = {key: sharded.unsharded_keys(param) for key, param in params.items()}
-    bits = torch.tensor([bit for keys in found.values() for bit in keys.values()], dtype=torch.uint8, device="cpu")
-    comm.all_reduce(bits, "max", "kinds of optimizer state").wait()
-    agreed = iter(bits.tolist())
-    return {key: {name: bool(next(agreed)) for name in keys} for key, keys in found.items()}
+    bits = [bit for keys in found.values() for bit in keys.values()]
+    agreed = iter(comm.any_of(bits, "kinds of optimizer state"))
+    return {key: {name: next(agreed) for name in keys} for key, keys in found.items()}
 
 
 def _whole_state(
