@@ -135,7 +135,8 @@ def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, folder: Path,
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
         dist.barrier()  # a rank that fails at once must not look like a failed rendezvous to the others
         outcome = Outcome(fn(rank, world_size, *args, **kwargs), None, time.monotonic())
-        dist.destroy_process_group()
+        if dist.is_initialized():  # a test may have ended it
+            dist.destroy_process_group()
     except BaseException:
         outcome = Outcome(None, traceback.format_exc(), time.monotonic())
     part = folder / f"part{rank}"
