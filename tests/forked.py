@@ -18,6 +18,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ from hydra.core.singleton import Singleton
 from torch.distributed.launcher import api
 
 FORK = multiprocessing.get_context("fork")
-BEFORE = Singleton.get_state()  # what Hydra knows before a program runs
 TORCHRUN = ("-m", "torch.distributed.run")
 CLONE_NEWNET = 0x40000000
 
@@ -59,7 +59,7 @@ class Program:
         os.chdir(cwd)
         os.environ.update(env)
         torch.set_num_threads(1)
-        api.launch_agent = _launch_agent
+        api.launch_agent = partial(_launch_agent, Singleton.get_state(), api.launch_agent)
         os._exit(_run(words))  # nothing of pytest's is to be ended here
 
     def end(self, timeout: float = 60) -> tuple[str, int]:
@@ -131,9 +131,9 @@ def _say_all_here() -> None:
     warnings.showwarning = lambda *args: sys.stderr.write(warnings.formatwarning(*args[:4]))
 
 
-def _rank(words: Sequence[str]) -> None:
+def _rank(hydra: Any, words: Sequence[str]) -> None:
     """A rank's program, without what a new Python would not have of the one that starts the ranks."""
-    Singleton.set_state(BEFORE)
+    Singleton.set_state(hydra)
     logging.disable(logging.NOTSET)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
@@ -145,10 +145,11 @@ def _rank(words: Sequence[str]) -> None:
         os._exit(code)
 
 
-def _launch_agent(
-    config: Any, entrypoint: str, args: Sequence[str], *, launch: Any = api.launch_agent, **more: Any
-) -> Any:
-    """Torch's, with ranks that are forks; ``args`` begin with ``-u``, for a Python."""
+def _launch_agent(hydra: Any, launch: Any, config: Any, entrypoint: str, args: Sequence[str], **more: Any) -> Any:
+    """Torch's ``launch``, with ranks that are forks; ``args`` begin with ``-u``, for a Python.
+
+    ``hydra`` is what Hydra knew before the program.
+    """
     assert entrypoint == sys.executable and args[0] == "-u"
     config.start_method = "fork"
-    return launch(config, _rank, [args[1:]], **more)
+    return launch(config, _rank, [hydra, args[1:]], **more)

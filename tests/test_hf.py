@@ -10,7 +10,7 @@ import torch
 from forked import TORCHRUN
 from harness import run_ranks
 from peft import PeftModel
-from test_examples import EXAMPLES, run
+from test_examples import EXAMPLES
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(EXAMPLES))
@@ -186,7 +186,7 @@ def test_a_loaded_model_is_trained_without_a_json(tmp_path):
     text.write_text("A text of one's own. " * 200)
     arguments = [f"--model_name_or_path={base}", f"--train_file={text}", "--stage=3", "--num_train_epochs=2"]
     arguments += [f"--output_dir={tmp_path / 'out'}", "--warmup_steps=2", "--gradient_checkpointing"]
-    output, code = run("hf_causal_lm.py", *arguments, *SHORT, cwd=tmp_path)
+    output, code = forked.run(str(EXAMPLES / "hf_causal_lm.py"), *arguments, *SHORT, cwd=tmp_path)
     assert code == 0, output
     assert_same_generation(output)
     assert losses(output)[-1] < losses(output)[0] - 1, output

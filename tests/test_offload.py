@@ -47,7 +47,7 @@ def everywhere(stage, disk):
 def test_state_on_disk_changes_no_bit(rank, world_size, name, stage, disk, small_windows):
     make = partial(zoo.make, name)
     with communicator() as comm:
-        options = {"stage": stage, "accumulate": 2, "steps": 4}
+        options = {"stage": stage, "accumulate": 2, "steps": 3}
         want = train_engine(make, comm, **options)
         assert_same(train_engine(make, comm, **options, **everywhere(stage, disk)), want, "on disk")
         if stage == 3:
@@ -60,7 +60,7 @@ def test_state_on_disk_changes_no_bit(rank, world_size, name, stage, disk, small
 def test_masters_on_disk_change_no_bit(rank, world_size, name, stage, disk, small_windows):
     make = partial(zoo.make, name)
     with communicator() as comm:
-        options = {"stage": stage, "accumulate": 2, "steps": 4, "autocast": True}
+        options = {"stage": stage, "accumulate": 2, "steps": 3, "autocast": True}
         want = train_engine(make, comm, **options)
         assert_same(train_engine(make, comm, **options, offload_optimizer=disk), want, "on disk")
         if stage == 3:
@@ -107,7 +107,7 @@ def test_optimizers_of_ones_own(rank, world_size, kind, stage, disk, small_windo
         return kind([p for _, p in named])
 
     with communicator() as comm:
-        options = {"stage": stage, "accumulate": 2, "steps": 4, "optimizer": make_optimizer}
+        options = {"stage": stage, "accumulate": 2, "steps": 3, "optimizer": make_optimizer}
         want = train_engine(partial(zoo.make, "Gpt"), comm, **options)
         for places in (everywhere(stage, disk), {"offload_optimizer": InMemory}):
             assert_same(train_engine(partial(zoo.make, "Gpt"), comm, **options, **places), want, "elsewhere")
