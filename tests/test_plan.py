@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 SMALL = {"unit_classes": ("Block",), "min_unit_bytes": 0}
 CUT = {**SMALL, "max_unit_bytes": 100_000}
 APART = (("min_unit_bytes", 0),)
-SIZE = Size(2e6, 12, 128, 256, seq=32)
+SIZE = Size(1.2e6, 7, 128, 256, seq=32)
 
 
 def transformer(device, layers=3):
@@ -77,7 +77,7 @@ def test_dry_run_does_and_holds_what_a_run_does(rank, world_size, stage, setting
         assert planned == real
 
 
-@pytest.mark.parametrize("world_size", [1, 4, 64, 1024])
+@pytest.mark.parametrize("world_size", [4, 1024])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_states_are_those_of_the_papers_formulas(stage, world_size):
     size = Size(1e9, 3, 4096, seq=16)
@@ -110,7 +110,7 @@ def test_two_runs_of_few_blocks_stand_for_a_run_of_many(case, monkeypatch):
 
 def test_offloaded_states_are_counted_where_they_rest():
     def parts(optimizer, params):
-        account = account_of(SIZE, Case(3, 4, optimizer=optimizer, params=params, settings=APART))
+        account = account_of(replace(SIZE, layers=5), Case(3, 4, optimizer=optimizer, params=params, settings=APART))
         return [round(4 * nbytes / account.parameters, 1) for nbytes in (account.steady, account.host, account.disk)]
 
     on_device, host, disk = parts("none", "none")
@@ -124,12 +124,13 @@ def test_offloaded_states_are_counted_where_they_rest():
 
 
 def test_peak_does_not_depend_on_earlier_runs():
-    case = Case(3, 4, settings=APART)
-    assert account_of(SIZE, case) == account_of(SIZE, case)
+    size, case = replace(SIZE, layers=5), Case(3, 4, settings=APART)
+    assert account_of(size, case) == account_of(size, case)
 
 
 def test_traffic_is_counted_over_one_step():
-    sent = {stage: account_of(SIZE, Case(stage, 2, settings=APART)).traffic * 2 for stage in range(4)}
+    small = replace(SIZE, layers=5)
+    sent = {stage: account_of(small, Case(stage, 2, settings=APART)).traffic * 2 for stage in range(4)}
     assert [round(sent[stage], 2) for stage in range(3)] == [2, 2, 2]
     assert 2.5 < sent[3] <= 3
 
