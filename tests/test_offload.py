@@ -265,10 +265,10 @@ class Late(Transfer):
 def test_steps_are_the_same_wherever_things_rest(rank, world_size, stage, autocast, disk, small_windows, full):
     make = partial(zoo.make, "OddSizes")
     steps = 20 if full else 5
-    options = {"stage": stage, "accumulate": 2, "steps": steps, "clip": 0.01, "autocast": autocast, "with_state": True}
+    options = {"stage": stage, "accumulate": 2, "steps": steps, "clip": 0.5, "autocast": autocast, "with_state": True}
     with communicator() as comm:
         want = train_engine(make, comm, **options)
-        assert max(want.norms) > 0.01 > min(want.norms), "clipped in some steps, and not in others"
+        assert max(want.norms) > 0.5 > min(want.norms), "clipped in some steps, and not in others"
         none, some, everything = ({**disk, "ratio": ratio} for ratio in (0, 0.3, 1))
         places = [("cpu", "cpu"), (InMemory, InMemory), (none, disk), (some, disk), (everything, disk), (disk, "none")]
         for place, params in places:
