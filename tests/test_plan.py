@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 SMALL = {"unit_classes": ("Block",), "min_unit_bytes": 0}
 CUT = {**SMALL, "max_unit_bytes": 100_000}
 APART = (("min_unit_bytes", 0),)
-SIZE = Size(1.2e6, 7, 128, 256, seq=32)
+SIZE = Size(1.6e6, 10, 128, 256, seq=32)
 
 
 def transformer(device, layers=3):
