@@ -10,10 +10,10 @@ from lightning_zero.plan.account import Account
 from lightning_zero.plan.dry_run import Case, Workload, dry_run
 from lightning_zero.plan.model import Block, Transformer, inner_size
 
-FEW = 5
-"""Blocks of the smaller of two runs that stand for a run of more. The first and the last ones are special, and some of
-what is under way to the host at once grows with the first four; then one is like the other, so that the difference of
-two runs is what a block adds."""
+FEW = 6
+"""Blocks of the smaller of two runs that stand for a run of more. The first and the last ones are special, and a
+backward needs some until as much is under way to a tier as ever; between them one is like the other, so that the
+difference of two runs is what a block adds."""
 
 
 @dataclass(frozen=True)
