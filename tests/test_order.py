@@ -7,6 +7,8 @@ import torch.nn.functional as F
 import zoo
 from harness import distributed
 from oracles import adamw, assert_same, build_engine, communicator, engine_step, finish, plain
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Deep(zoo.Blocks):
@@ -70,6 +72,39 @@ def test_stage_3_gathers_ahead_in_backward(rank, world_size):
     for earlier, unit in zip(BLOCKS[:-2], BLOCKS[1:-1], strict=True):
         assert events.index(("gather", earlier)) < events.index(("backward_done", unit))
         assert events.index(("reshard", unit)) < events.index(("backward_done", earlier))
+
+
+class Recomputed(zoo.Model):
+    """Checkpointed blocks, of which each layer is a unit."""
+
+    config = {"unit_classes": ("Linear",)}
+
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Sequential(*(nn.Linear(zoo.DIM, zoo.DIM) for _ in range(3))) for _ in range(4)]
+        self.blocks = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+@distributed(world_size=2)
+def test_recomputed_layers_are_gathered_ahead_and_once(rank, world_size):
+    """A block that is computed again in the backward uses its layers in the order of the forward."""
+    model = Recomputed()
+    names = [f"{block}.{layer}" for block in BLOCKS[:4] for layer in range(3)]
+    with communicator() as comm:
+        events = events_of_a_step(model, comm, stage=3)
+    used = [(kind, unit) for kind, unit in events if kind in ("gather", "forward") and unit in names]
+    gathered = [unit for kind, unit in used if kind == "gather"]
+    ran = [unit for kind, unit in used if kind == "forward"]
+    assert ran == gathered == names + [name for block in BLOCKS[3::-1] for name in names if name.startswith(block)]
+    places = [place for place, (kind, _) in enumerate(used) if kind == "forward"]
+    ahead = [place - index - (index + 1) for index, place in enumerate(places)]
+    # the backward does not begin with what follows in the forward, and after both nothing follows
+    assert ahead == ([1] * 11 + [0]) * 2
 
 
 def units_of(events, kind):

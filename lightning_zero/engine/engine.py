@@ -161,6 +161,8 @@ class Engine(StateAccess):
     @unseen
     def pre_forward(self, unit: Unit) -> None:
         """A module of the unit is about to run."""
+        if in_backward():
+            self.residency.trace.run_again(unit.index)
         self.need(unit)
         self.net.cover()
         unit.active += 1
