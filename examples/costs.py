@@ -1,6 +1,5 @@
 """What a strategy costs, measured in the same way for every strategy."""
 
-import ctypes
 import json
 import os
 import socket
@@ -14,10 +13,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_zero.engine.host_memory import allocated
+
 WATCHED_STEP = 2  # the steps before it fill pools and make the optimizer's state
 FIRST_STEP = WATCHED_STEP + 1  # traffic is counted from here on
-C_LIBRARY = ctypes.CDLL(None)
-MALLINFO = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
 
 
 class Costs(Callback):
@@ -140,16 +139,8 @@ class Watch(threading.Thread):
         return self._highest
 
 
-class _Mallinfo(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in MALLINFO]
-
-
 def allocated_bytes() -> int:
     """Bytes that this process has allocated: on its GPU if it has one, else from malloc (0 if that is not glibc's)."""
     if torch.cuda.is_initialized():
         return torch.cuda.memory_allocated()
-    if not hasattr(C_LIBRARY, "mallinfo2"):
-        return 0
-    C_LIBRARY.mallinfo2.restype = _Mallinfo
-    info = C_LIBRARY.mallinfo2()
-    return info.uordblks + info.hblkhd  # in the arenas, and in maps of their own
+    return allocated() or 0

@@ -8,7 +8,6 @@ import pytest
 import torch
 from harness import distributed
 from oracles import communicator, linear_in_bf16
-from test_memory import allocated
 from test_meta import on_meta
 from torch import nn
 
@@ -16,6 +15,7 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import Engine
 from lightning_zero.engine.elsewhere import StoredTensor
 from lightning_zero.engine.expected import expect, expected
+from lightning_zero.engine.host_memory import allocated
 from lightning_zero.engine.materialize import assign_state, is_meta
 
 STAGES = [0, 1, 2, 3]

@@ -20,24 +20,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zero.engine import offload
+from lightning_zero.engine.host_memory import allocated
 
 DEPTH, SMALL, LARGE = 24, 32, 128
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-
-
-class MallocInfo(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    ]
-
-
-def allocated():
-    """Bytes that this process has allocated and not freed."""
-    library = ctypes.CDLL(None)
-    library.mallinfo2.restype = MallocInfo
-    info = library.mallinfo2()
-    return info.uordblks + info.hblkhd
 
 
 class Peak(list):
@@ -120,9 +106,7 @@ def on_top(stage, accumulate, world_size, autocast):
     return (4.25 if stage == 3 else 2.25) * element + parts / world_size
 
 
-needs_mallinfo = pytest.mark.skipif(
-    not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc 2.33 and newer tells what is allocated"
-)
+needs_mallinfo = pytest.mark.skipif(allocated() is None, reason="only glibc 2.33 and newer tells what is allocated")
 
 
 @needs_mallinfo

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from harness import distributed
 from oracles import communicator
-from test_memory import allocated
 from test_strategy import DIM, Net, fitted, loader, trainer, zero
 from torch import nn
 
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import Engine, grouping
+from lightning_zero.engine.host_memory import allocated
 from lightning_zero.engine.materialize import assign_state, is_meta
 
 STAGES = [1, 2, 3]

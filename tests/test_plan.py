@@ -284,9 +284,12 @@ def test_fit_tells_its_plan_with_the_model_summary(rank, world_size, tmp_path, s
     assert words == (["Plan for rank", "Rank 0 planned"] if summary and rank == 0 else [])
 
 
-def test_tables_of_the_readme_are_what_the_code_prints():
-    """The cheap one; a row of the paper's."""
+def test_tables_of_the_readme_are_what_the_code_prints(full):
+    """A row or a column of each; with ``--full`` the whole."""
     readme = (Path(__file__).parent.parent / "README.md").read_text()
+    if full:
+        assert all(table() in readme for table in tables.TABLES.values())
     assert tables.paper(("7.5B",), (64,)).splitlines()[2].split("|")[2].strip() in readme
+    assert tables.fits((("7B", 4, "A100-40", ((3, "none", "none"),)),)).splitlines()[2] in readme
     for row in tables.traffic(micro_batches=(1,)).splitlines()[2:6]:
         assert row.removesuffix("|").strip() in readme

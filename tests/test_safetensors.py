@@ -14,7 +14,6 @@ from oracles import communicator, linear_in_bf16
 from safetensors.torch import load_file, save_file
 from test_checkpoint import Rich
 from test_expected import STAGES, Zoo, build, filled
-from test_memory import allocated
 from test_meta import Configured, on_meta
 from test_strategy import Net, loader, trainer, zero
 from torch import nn
@@ -24,6 +23,7 @@ import lightning_zero
 from lightning_zero import load_safetensors, save_safetensors
 from lightning_zero.checkpoint import safetensors_file
 from lightning_zero.checkpoint.safetensors_file import DTYPES, SafetensorsFile, header
+from lightning_zero.engine.host_memory import allocated
 
 
 def library(module, path, dtype=None):

@@ -61,7 +61,9 @@ LLAMA = {
 
 CARDS = {"A100-40": 40 * GIB, "A100-80": 80 * GIB, "RTX 4090": 24 * GIB}
 
-FITS = (
+Row = tuple[str, int, str, tuple[tuple[int, str, str], ...]]
+
+FITS: tuple[Row, ...] = (
     ("7B", 4, "A100-40", ((2, "none", "none"), (3, "none", "none"), (2, "cpu", "none"))),
     ("13B", 4, "A100-40", ((3, "none", "none"), (2, "cpu", "none"), (3, "cpu", "none"))),
     ("70B", 8, "A100-80", ((3, "none", "none"), (3, "cpu", "none"), (3, "nvme", "none"))),
@@ -75,13 +77,13 @@ PER_HOST = 8
 """Devices of a host, where there are so many."""
 
 
-def fits() -> str:
+def fits(rows: tuple[Row, ...] = FITS) -> str:
     """What needs what: of each device, and of each host and its disk."""
     lines = [
         "| model | devices | strategy | gradients | device, GiB | host, GiB | disk, GiB | fits |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for model, count, card, choices in FITS:
+    for model, count, card, choices in rows:
         machine = Machine(CARDS[card], 2**60, 2**60, min(count, PER_HOST))
         for stage, optimizer, params in choices:
             for dtype in ("fp32", "bf16"):
