@@ -1,5 +1,7 @@
 """The tables of the ZeRO paper and of this README, made by dry runs."""
 
+from collections.abc import Callable
+
 from lightning_zero.plan.dry_run import Case
 from lightning_zero.plan.generic import Size, account_of
 from lightning_zero.plan.sizes import GIB
@@ -123,4 +125,4 @@ def traffic(world_size: int = 64, micro_batches: tuple[int, ...] = (1, 2, 4)) ->
     return "\n".join([*lines, "", note])
 
 
-TABLES = {"paper": paper, "fits": fits, "traffic": traffic}
+TABLES: dict[str, Callable[[], str]] = {"paper": paper, "fits": fits, "traffic": traffic}
