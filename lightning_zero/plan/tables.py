@@ -106,13 +106,15 @@ def fits(rows: tuple[Row, ...] = FITS) -> str:
     return "\n".join([*lines, "", note])
 
 
-def traffic(world_size: int = 64, micro_batches: tuple[int, ...] = (1, 2, 4)) -> str:
+def traffic(
+    world_size: int = 64, stages: tuple[int, ...] = (0, 1, 2, 3), micro_batches: tuple[int, ...] = (1, 2, 4)
+) -> str:
     """Elements that a rank sends in a step, as multiples of Y (N-1)/N."""
     lines = [
         f"| strategy | {' | '.join(f'A = {count}' for count in micro_batches)} |",
         "|---" * (len(micro_batches) + 1) + "|",
     ]
-    for stage in range(4):
+    for stage in stages:
         cells = []
         for count in micro_batches:
             account = account_of(PAPER["7.5B"], Case(stage, world_size, micro_batches=count))
