@@ -14,7 +14,7 @@ from test_precision import precision
 from test_strategy import Net, fitted, loader, trainer, zero
 
 from lightning_zero import OffloadConfig, Tier, TierArray, Transfer
-from lightning_zero.engine import offload
+from lightning_zero.engine import offload, state
 from lightning_zero.engine.offload import make_tier
 from lightning_zero.engine.tiers import HostTier
 
@@ -65,6 +65,22 @@ def test_masters_on_disk_change_no_bit(rank, world_size, name, stage, disk, smal
         assert_same(train_engine(make, comm, **options, offload_optimizer=disk), want, "on disk")
         if stage == 3:
             assert_same(train_engine(make, comm, **options, **everywhere(stage, disk)), want, "parameters, too")
+
+
+@distributed(world_size=1)
+def test_windows_make_room_for_whole_parameters(rank, world_size, disk, small_windows, monkeypatch):
+    """When a run ends, parameters become whole in the memory that windows of the step had."""
+    held = []
+    with communicator() as comm:
+        model = zoo.make("Gpt")
+        engine = build_engine(model, comm, **everywhere(3, disk))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        engine_step(engine, model, optimizer, comm, 0)
+        assert engine.passing_memory()["windows"] > 0
+        restore = state.restore
+        monkeypatch.setattr(state, "restore", lambda unit: (held.append(engine.passing_memory()), restore(unit)))
+        engine.release(whole=True)
+    assert len(held) == len(engine.units) and all(not any(passing.values()) for passing in held)
 
 
 @pytest.mark.parametrize("buffers", [3, 4, 7])

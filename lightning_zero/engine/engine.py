@@ -373,13 +373,13 @@ class Engine(StateAccess):
         for flat in (flat for unit in self.units for flat in unit.flats):
             flat.free_gradients()
         self.pool.clear()
+        for optimizer in self._optimizers.values():
+            optimizer.let_go()  # first: whole parameters need the room that windows of a step take
         for unit in self.units:
             if whole:
                 state.restore(unit)
             for optimizer in self._optimizers.values():
                 optimizer.forget_masters(unit.flats)
-        for optimizer in self._optimizers.values():
-            optimizer.let_go()
 
     def memory(self) -> dict[str, int]:
         """Live bytes on this rank by kind; ``buffers``: free ones, kept for reuse; ``offload_...``: in tiers."""
