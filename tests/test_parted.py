@@ -116,7 +116,7 @@ def test_evaluation_with_other_numbers_of_batches(rank, world_size, stage, kind,
 
 @pytest.mark.parametrize("kind", [Sized, Endless])
 @pytest.mark.parametrize("limit", [4, 5, 9, 1.0])
-@distributed(world_size=[2, 3])
+@distributed(world_size=[2, pytest.param(3, marks=pytest.mark.full)])
 def test_evaluation_of_several_loaders_and_under_a_limit(rank, world_size, limit, kind, tmp_path):
     def losses(strategy):
         limits = {f"limit_{name}_batches": limit for name in ("val", "test", "predict")}

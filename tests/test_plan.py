@@ -92,10 +92,10 @@ def test_states_are_those_of_the_papers_formulas(stage, world_size):
     "case",
     [
         Case(1, 4, micro_batches=2),
-        Case(2, 64),
+        pytest.param(Case(2, 64), marks=pytest.mark.full),
         Case(3, 4),
-        Case(3, 16, "32-true"),
-        Case(3, 4, optimizer="cpu"),
+        pytest.param(Case(3, 16, "32-true"), marks=pytest.mark.full),
+        pytest.param(Case(3, 4, optimizer="cpu"), marks=pytest.mark.full),
         Case(3, 4, optimizer="nvme", params="cpu"),
     ],
     ids=str,
