@@ -310,8 +310,9 @@ def small_disk(tmp_path):
     place = tmp_path / "small"
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(place)]
-    if subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("this user may not mount a file system")
+    mounted = subprocess.run(command, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a disk that is really full is a small file system, mounted by root: {mounted.stderr.strip()}")
     yield place
     subprocess.run(["umount", "-l", str(place)], check=True)
 

@@ -1,5 +1,6 @@
 """The state of a user's optimizer on this rank, by parameter: what is saved, and what is loaded."""
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from typing import Any
 
@@ -18,28 +19,28 @@ from lightning_zero.engine.swapped import FlatState
 State = dict[str, Any]
 
 
-class ShardedState:
-    """State lives per tile, or in a tier (see :class:`ShardedOptimizer`)."""
+class ShardedState(ABC):
+    """State lives per tile, or in a tier; where that is, :class:`ShardedOptimizer` says."""
 
     optimizer: Optimizer
     homes: Homes
     state: defaultdict[Tensor, State]
     _swapped: dict[Flat, FlatState]
 
+    @abstractmethod
     def adopt_state(self) -> None:
         """Take over whole state that the optimizer holds itself."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tiles(self, param: nn.Parameter) -> list[Tensor]:
         """What the state of a parameter is kept for."""
-        raise NotImplementedError
 
-    def _bounds(self, flat: Flat, index: int) -> list[tuple[int, int]]:
-        raise NotImplementedError
+    @abstractmethod
+    def _bounds(self, flat: Flat, index: int) -> list[tuple[int, int]]: ...
 
+    @abstractmethod
     def swapped(self, param: nn.Parameter) -> tuple[FlatState, int] | None:
         """Where a parameter's state rests, if it is in a tier."""
-        raise NotImplementedError
 
     def name(self, param: nn.Parameter) -> str:
         """A parameter's name in the module; one that is not in it is called by its number in the optimizer."""

@@ -1,5 +1,6 @@
 """What is saved of an engine and loaded into it: whole, or each rank its part."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,16 +16,16 @@ from lightning_zero.engine.residency import Residency
 from lightning_zero.engine.unit import Unit
 
 
-class StateAccess:
+class StateAccess(ABC):
     """The engine's part in checkpoints."""
 
     units: Sequence[Unit]
     residency: Residency
     comm: Communicator
 
+    @abstractmethod
     def sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
         """The sharded side of a user's optimizer."""
-        raise NotImplementedError
 
     def named_full_parameters(self, dst: int = 0) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         """Every parameter and its whole master value, on the CPU in the user's dtype; None on ranks other than ``dst``.
